@@ -1,0 +1,47 @@
+"""Tailguard: trading agents that respect a tail-risk budget.
+
+Names are imported when first used, so that the numeric core needs only torch and numpy, and
+`tailguard --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tailguard._version import __version__
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars as Bars
+    from tailguard.data.sources import load_bars as load_bars
+    from tailguard.data.synthetic import make_market as make_market
+    from tailguard.envs.trading import TradingEnv as TradingEnv
+    from tailguard.errors import BarsError as BarsError
+    from tailguard.errors import ConfigError as ConfigError
+    from tailguard.errors import TailguardError as TailguardError
+    from tailguard.evaluate.backtest import backtest as backtest
+    from tailguard.market.config import MarketConfig as MarketConfig
+
+_PUBLIC = {
+    "Bars": "tailguard.data.bars",
+    "BarsError": "tailguard.errors",
+    "ConfigError": "tailguard.errors",
+    "MarketConfig": "tailguard.market.config",
+    "TailguardError": "tailguard.errors",
+    "TradingEnv": "tailguard.envs.trading",
+    "backtest": "tailguard.evaluate.backtest",
+    "load_bars": "tailguard.data.sources",
+    "make_market": "tailguard.data.synthetic",
+}
+
+__all__ = [*sorted(_PUBLIC), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'tailguard' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Bars in: reading, validating, making and fetching them, features, splits."""

@@ -1,0 +1,113 @@
+"""Bars: what a user's market data becomes once it has been read and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Literal
+
+import numpy as np
+import polars as pl
+
+from tailguard.data.panel import Panel
+from tailguard.errors import BarsError
+
+TIME_TYPE = pl.Datetime("ms", "UTC")
+REQUIRED = ("open", "high", "low", "close", "volume")
+OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "funding_rate")
+
+Accounts = Literal["portfolio", "per_symbol"]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Validated bars of one frequency, sorted by symbol and time.
+
+    Columns of `frame`: `symbol`, `time` (open of the bar, UTC), `open`, `high`, `low`, `close`, `volume` (base units),
+    those of `OPTIONAL` that the source had, and `segment` (Int32: a new number after every gap and for every symbol).
+    """
+
+    frame: pl.DataFrame
+    frequency: timedelta
+    source: str
+    """File or generator the bars came from, for messages."""
+    first: datetime | None = None
+    """Earlier bars only feed features (the lead-in of a split); None: every bar can be traded."""
+
+    def __len__(self) -> int:
+        """Number of rows, over all symbols."""
+        return self.frame.height
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return tuple(self.frame["symbol"].unique(maintain_order=True))
+
+    @property
+    def start(self) -> datetime:
+        """Open time of the first bar that can be traded."""
+        return self.first or self.end_points[0]
+
+    @property
+    def end_points(self) -> tuple[datetime, datetime]:
+        """Open times of the very first and the very last bar."""
+        low, high = self.frame["time"].min(), self.frame["time"].max()
+        if not isinstance(low, datetime) or not isinstance(high, datetime):
+            raise BarsError(f"{self.source}: no bars")
+        return low, high
+
+    def select(self, *symbols: str) -> Bars:
+        """The bars of these symbols only."""
+        for symbol in symbols:
+            if symbol not in self.symbols:
+                raise BarsError(f"{self.source}: no symbol {symbol!r}; there are {', '.join(self.symbols)}")
+        return replace(self, frame=self.frame.filter(pl.col("symbol").is_in(list(symbols))))
+
+    def between(self, start: datetime, stop: datetime, lead_in: int = 0) -> Bars:
+        """Bars with `start <= time < stop`, preceded by up to `lead_in` bars that only feed features."""
+        frame = self.frame.filter((pl.col("time") >= start - lead_in * self.frequency) & (pl.col("time") < stop))
+        if frame.filter(pl.col("time") >= start).is_empty():
+            raise BarsError(f"{self.source}: no bars from {start} to {stop}; they run from {self.end_points[0]} to {self.end_points[1]}")
+        return replace(self, frame=frame, first=start)
+
+    def panel(self, accounts: Accounts = "portfolio") -> Panel:
+        """The arrays a simulator runs on.
+
+        `portfolio`: all symbols in one account, on the times that every symbol has. `per_symbol`: one account a symbol.
+        """
+        frame = self.frame
+        if accounts == "portfolio" and len(self.symbols) > 1:
+            times = frame.group_by("time").len().filter(pl.col("len") == len(self.symbols)).select("time")
+            frame = frame.join(times, on="time", how="semi").sort("symbol", "time", maintain_order=True)
+            if times.is_empty():
+                raise BarsError(f"{self.source}: the symbols {', '.join(self.symbols)} have no time in common")
+        assets = len(self.symbols) if accounts == "portfolio" else 1
+        rows = frame.height // assets
+
+        def column(name: str) -> np.ndarray:
+            # Sorted by symbol, then time: each symbol is one run of `rows` values.
+            values = frame[name].cast(pl.Float64).to_numpy()
+            return np.ascontiguousarray(values.reshape(assets, rows).T)
+
+        time = frame["time"].head(rows).dt.epoch("ms").to_numpy()
+        step = int(self.frequency.total_seconds() * 1000)
+        if accounts == "portfolio":
+            # A new segment wherever any asset starts one or a common time is missing.
+            marks = frame["segment"].to_numpy().reshape(assets, rows)
+            breaks = (np.diff(marks, axis=1) != 0).any(axis=0) | (np.diff(time) != step)
+        else:
+            breaks = np.diff(frame["segment"].to_numpy()) != 0
+        segment = np.concatenate([[0], np.cumsum(breaks)]).astype(np.int32)
+        first_ms = int(self.start.timestamp() * 1000)
+        return Panel(
+            time=time.astype(np.int64),
+            open=column("open"),
+            high=column("high"),
+            low=column("low"),
+            close=column("close"),
+            volume=column("volume"),
+            segment=segment,
+            tradeable=time >= first_ms,
+            symbols=self.symbols,
+            frequency_ms=step,
+            funding=column("funding_rate") if "funding_rate" in frame.columns else None,
+        )
