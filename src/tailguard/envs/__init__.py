@@ -1,0 +1,1 @@
+"""Environments: batched tensors on one device, and adapters from and to Gymnasium."""

@@ -1,0 +1,93 @@
+"""What the learner asks of an environment: N copies that step together, as tensors on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """Continuous actions, [N, A] float, each inside [low, high]."""
+
+    low: Tensor
+    """Lower bounds, [A]; -inf where there is none."""
+    high: Tensor
+    """Upper bounds, [A]; inf where there is none."""
+
+    @property
+    def size(self) -> int:
+        return self.low.numel()
+
+
+@dataclass(frozen=True)
+class Discrete:
+    """Choices, [N, K] int64: one per entry of `sizes`, counted from 0. Gymnasium's `Discrete` is the case K = 1."""
+
+    sizes: tuple[int, ...]
+
+
+ActionSpace = Box | Discrete
+
+
+@dataclass(frozen=True)
+class Step:
+    """One transition of N environments, autoreset included.
+
+    `obs` is what the policy sees next: where an episode ended, already the next episode's first observation.
+    `final_obs` is the true successor of the action just taken: where an episode ended, its last observation, and
+    everywhere else equal to `obs`.
+    """
+
+    obs: Tensor
+    """[N, O]"""
+    reward: Tensor
+    """[N] float32"""
+    terminated: Tensor
+    """[N] bool: the episode ended for good; its last state is worth nothing."""
+    truncated: Tensor
+    """[N] bool: a time limit cut the episode; its last state keeps its value."""
+    final_obs: Tensor
+    """[N, O]"""
+    valid: Tensor
+    """[N] bool: False where nothing happened (the row in which a NEXT_STEP environment resets); such a row carries no
+    loss. It is marked terminated, so nothing flows across it and the next row starts an episode."""
+    outcome: dict[str, Tensor] = field(default_factory=dict)
+    """Named [N] tensors about this step (costs by kind, running episode P&L, …); empty where the environment has none."""
+
+    @property
+    def ended(self) -> Tensor:
+        return self.terminated | self.truncated
+
+
+@runtime_checkable
+class VectorEnv(Protocol):
+    """N environments on one device that restart in the same step in which they end."""
+
+    num_envs: int
+    observation_size: int
+    action_space: ActionSpace
+    device: torch.device
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Start N fresh episodes and return their first observations, [N, O]."""
+        ...
+
+    def step(self, action: Tensor) -> Step:
+        """Apply one action to each environment."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that is needed to go on from here exactly, as tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a saved state."""
+        ...
+
+    def close(self) -> None:
+        """Release what the environment holds."""
+        ...
