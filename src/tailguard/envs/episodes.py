@@ -1,0 +1,132 @@
+"""Trading episodes as pure functions: what the agent sees, what its action means, when an episode ends.
+
+Training, the Gymnasium environments and backtests all go through here, so they see and trade the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tailguard import market as simulator
+from tailguard.market import Market, MarketState, Transition
+
+Reward = Literal["log", "simple", "pnl"]
+REWARDS: tuple[Reward, ...] = ("log", "simple", "pnl")
+
+GROWTH_FLOOR = 0.01
+"""A bar that leaves less than this share of equity is rewarded as if it left this share: log(0) has no value."""
+
+ACCOUNT_FIELDS = ("pnl", "drawdown", "time_left")
+"""What the agent knows of its episode besides its weights: gain since the start and fall from the peak as fractions of
+equity, and the share of the episode still to come. They make a budget on the episode's loss Markov."""
+
+
+@dataclass(frozen=True)
+class EpisodeState:
+    """Where N episodes stand."""
+
+    market: MarketState
+    start_equity: Tensor
+    """Equity when the episode began, [N]."""
+    peak_equity: Tensor
+    """Largest equity since then, [N]."""
+    age: Tensor
+    """Bars traded since then, [N] int64."""
+
+
+@dataclass(frozen=True)
+class TradingTask:
+    """A market, the features that describe it, and the rules of an episode."""
+
+    market: Market
+    features: Tensor
+    """Scaled features known at each bar's close, [R, F] float32."""
+    feature_names: tuple[str, ...]
+    episode_length: int
+    reward: Reward = "log"
+
+    @property
+    def observation_names(self) -> tuple[str, ...]:
+        assets = self.market.assets
+        labels = self.market.symbols if assets > 1 else ("",)
+        weights = tuple(f"weight:{label}" if label else "weight" for label in labels)
+        return (*self.feature_names, *weights, *ACCOUNT_FIELDS)
+
+    @property
+    def observation_size(self) -> int:
+        return self.features.shape[1] + self.market.assets + len(ACCOUNT_FIELDS)
+
+    def begin(self, state: MarketState) -> EpisodeState:
+        """Episodes that start here, with whatever the accounts hold."""
+        return EpisodeState(state, state.equity, state.equity, torch.zeros_like(state.row))
+
+    def observe(self, state: EpisodeState) -> Tensor:
+        """What the agent sees once the current bar has closed, [N, O] float32."""
+        equity = state.market.equity
+        account = torch.stack(
+            (
+                equity / state.start_equity - 1,
+                equity / state.peak_equity - 1,
+                1 - state.age.to(equity.dtype) / self.episode_length,
+            ),
+            dim=1,
+        )
+        known = self.features.index_select(0, state.market.row)
+        return torch.cat((known, state.market.weights.to(known.dtype), account.to(known.dtype)), dim=1)
+
+    def to_weights(self, action: Tensor) -> Tensor:
+        """Target weights for actions in [-1, 1] (or [0, 1] without shorts), [N, A].
+
+        An action is a share of the allowed leverage. Actions that together ask for more than all of it are scaled
+        down together, so no action can exceed the leverage.
+        """
+        config = self.market.config
+        if not config.allow_short:
+            action = action.clamp(min=0)
+        gross = action.abs()
+        gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
+        return action * (config.leverage / gross.clamp(min=1))
+
+    def advance(
+        self, state: EpisodeState, target: Tensor, hold: Tensor | None = None
+    ) -> tuple[EpisodeState, Transition]:
+        """Trade one bar towards target weights [N, A]."""
+        market, transition = simulator.step(self.market, state.market, target.to(self.market.dtype), hold)
+        peak = torch.maximum(state.peak_equity, market.equity)
+        return EpisodeState(market, state.start_equity, peak, state.age + 1), transition
+
+    def reward_of(self, transition: Transition, state: EpisodeState) -> Tensor:
+        """Reward of a bar, [N] float32; `state` is the one before it.
+
+        log: log of net equity growth. simple: net growth. pnl: change of equity as a share of the episode's start.
+        """
+        if self.reward == "log":
+            reward = torch.log1p(transition.net.clamp(min=GROWTH_FLOOR - 1))
+        elif self.reward == "simple":
+            reward = transition.net
+        else:
+            reward = transition.net * (state.market.equity / state.start_equity)
+        return reward.float()
+
+
+def episode_starts(task_rows: Tensor, usable: Tensor, segment: Tensor, episode_length: int) -> Tensor:
+    """Rows from which a whole episode can run: [S] int64.
+
+    The episode observes `episode_length + 1` rows, all of them usable and in one segment; `task_rows` [R] bool marks
+    where it may begin.
+    """
+    rows = segment.shape[0]
+    if rows <= episode_length:
+        return torch.empty(0, dtype=torch.int64)
+    # Length of the usable, unbroken stretch that ends at each row.
+    breaks = torch.ones(rows, dtype=torch.bool)
+    breaks[1:] = segment[1:] != segment[:-1]
+    index = torch.arange(rows)
+    begin = torch.where(breaks, index, torch.where(usable, 0, index + 1)).cummax(0).values
+    unbroken = index - begin >= episode_length
+    starts = index[unbroken & usable] - episode_length
+    return starts[task_rows[starts]]

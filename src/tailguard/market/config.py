@@ -1,0 +1,53 @@
+"""What trading costs and how much may be risked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tailguard.validate import check_range
+
+
+@dataclass(frozen=True)
+class MarketConfig:
+    """Costs, margin and size of the account. Rates are fractions: 0.0005 is 5 basis points."""
+
+    capital: float = 100_000.0
+    """Equity at the start of an episode, in quote currency; it sets how large orders are against the market's volume."""
+    fee: float = 0.0005
+    """Taker fee on the traded notional, 0 to 0.05."""
+    half_spread: float = 0.0001
+    """Half the bid-ask spread, paid on the traded notional, 0 to 0.05."""
+    impact: float = 1.0
+    """Y of the square-root law: an order of Q units moves its own price by Y·σ_day·√(Q / V_day), 0 (off) to 10."""
+    participation: float = 0.1
+    """Largest share of the fill bar's volume one order may take, above 0; the rest is not filled. inf: no cap."""
+    funding_rate: float = 0.0001
+    """Holding cost per eight hours on the absolute notional at 00, 08 and 16 UTC, used when the bars carry no observed
+    rates, 0 to 0.01. It is charged to longs and shorts alike: an assumed rate must not become an income."""
+    observed_funding: bool = True
+    """Use the bars' own funding rates when they have them: longs pay a positive rate and shorts receive it."""
+    borrow_rate: float = 0.0
+    """Yearly interest on short notional and on cash borrowed by longs, 0 to 1. Perpetuals pay funding instead."""
+    leverage: float = 1.0
+    """Largest gross exposure as a multiple of equity, above 0 to 125."""
+    allow_short: bool = True
+    """Whether weights may be negative."""
+    maintenance_margin: float = 0.005
+    """Equity must stay above this share of the gross notional, or the account is liquidated, 0 to 0.5."""
+    liquidation_fee: float = 0.005
+    """Fee on the notional closed in a liquidation, 0 to 0.1."""
+    volatility_halflife: float = 24.0
+    """Half-life in hours of the trailing daily volatility and volume that the impact uses, above 0."""
+
+    def __post_init__(self) -> None:
+        check_range("market.capital", self.capital, low=0, low_open=True)
+        check_range("market.fee", self.fee, low=0, high=0.05)
+        check_range("market.half_spread", self.half_spread, low=0, high=0.05)
+        check_range("market.impact", self.impact, low=0, high=10)
+        check_range("market.participation", self.participation, low=0, low_open=True)
+        check_range("market.funding_rate", self.funding_rate, low=0, high=0.01)
+        check_range("market.borrow_rate", self.borrow_rate, low=0, high=1)
+        check_range("market.leverage", self.leverage, low=0, low_open=True, high=125)
+        check_range("market.maintenance_margin", self.maintenance_margin, low=0, high=0.5)
+        check_range("market.liquidation_fee", self.liquidation_fee, low=0, high=0.1)
+        check_range("market.volatility_halflife", self.volatility_halflife, low=0, low_open=True)

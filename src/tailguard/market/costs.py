@@ -1,0 +1,40 @@
+"""What it costs to trade and to hold. Amounts are shares of the equity before the step, [N, A] or, summed, [N, 1]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tailguard.market.tables import Market
+
+
+def over_assets(values: Tensor) -> Tensor:
+    """Sum over the assets, [N, A] -> [N, 1]."""
+    return values if values.shape[1] == 1 else values.sum(-1, keepdim=True)
+
+
+def impact_cost(traded: Tensor, equity: Tensor, coefficient: Tensor) -> Tensor:
+    """Square-root impact of all orders, [N, 1]: Σ |Δ|·Y·σ_day·√(order / daily volume) (Almgren 2005, Tóth 2011).
+
+    `traded` is the absolute order as a share of equity, `coefficient` the impact of an order worth the starting
+    capital, so an order of `traded · equity` capitals moves its price by `coefficient · √(traded · equity)`.
+    """
+    return over_assets(traded * coefficient * (traded * equity).sqrt())
+
+
+def funding_cost(value: Tensor, gross: Tensor, rate: Tensor, market: Market) -> Tensor:
+    """Funding due at the bar's close on the position held over it, [N, 1]; negative where a short receives it.
+
+    `value` and `gross` are the signed and the absolute position values at the close, [N, A].
+    """
+    return over_assets(rate * (value if market.signed_funding else gross))
+
+
+def borrow_cost(filled: Tensor, equity: Tensor, market: Market) -> Tensor:
+    """Interest for one bar on short notional and on the cash that longs borrow, [N, 1]."""
+    zero = torch.zeros_like(equity)
+    if not market.charges_borrow:
+        return zero
+    short = over_assets(filled.clamp(max=0)).neg()
+    long = over_assets(filled.clamp(min=0))
+    return market.rates.borrow_per_bar * (short + torch.maximum(long - equity, zero))
