@@ -55,7 +55,7 @@ def test_without_hidden_layers_the_observation_passes_unchanged() -> None:
 
 
 def test_unknown_activation_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'swish'.*tanh, silu, relu"):
+    with pytest.raises(ConfigError, match=r"'swish'.*tanh, silu, relu"):
         Encoder(5, (7,), "swish")  # type: ignore[arg-type]
 
 
