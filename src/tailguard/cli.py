@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +20,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-data = typer.Typer(help="Bring bars: check them, make synthetic ones, fetch them from an exchange.", no_args_is_help=True)
+data = typer.Typer(
+    help="Bring bars: check them, make synthetic ones, fetch them from an exchange.", no_args_is_help=True
+)
 app.add_typer(data, name="data")
 
 
@@ -36,6 +39,34 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+@data.command("check")
+def data_check(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE", help="CSV, Parquet or Feather files, or a folder of them.")
+    ],
+    symbol: Annotated[str | None, typer.Option(help="The symbol to pick, or to name when the files name none.")] = None,
+    frequency: Annotated[
+        str | None, typer.Option(help="The length the bars must have, like 1h. Default: the most common.")
+    ] = None,
+    gaps: Annotated[
+        Literal["error", "split"], typer.Option(help="Missing bars: an error, or kept as the end of a segment.")
+    ] = "error",
+    volume_unit: Annotated[
+        Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
+    ] = "base",
+) -> None:
+    """Check that bars can be trusted. Exit status 0: yes; 1: a check failed; 2: the files cannot be read."""
+    from rich.console import Console
+
+    from tailguard.data.report import print_report
+    from tailguard.data.sources import check_source, read_source
+
+    source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
+    report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
+    print_report(report, Console())
+    raise typer.Exit(1 if report.errors else 0)
 
 
 def main() -> None:

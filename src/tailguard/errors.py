@@ -19,4 +19,10 @@ class MissingExtraError(TailguardError):
     """A feature needs an optional package that is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed. Install it with: pip install 'tailguard[{extra}]'")
+        super().__init__(
+            f"{purpose} needs {package}, which is not installed. Install it with: pip install 'tailguard[{extra}]'"
+        )
+
+
+class BarsWarning(UserWarning):
+    """Market data that can be used and looks suspicious; the message names file, row, time and values."""

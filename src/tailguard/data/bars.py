@@ -19,12 +19,19 @@ OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "fund
 Accounts = Literal["portfolio", "per_symbol"]
 
 
+def with_segments(frame: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
+    """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol."""
+    starts = (pl.col("time").diff() != frequency) | (pl.col("symbol") != pl.col("symbol").shift())
+    return frame.with_columns(segment=starts.fill_null(False).cum_sum().cast(pl.Int32))
+
+
 @dataclass(frozen=True)
 class Bars:
     """Validated bars of one frequency, sorted by symbol and time.
 
-    Columns of `frame`: `symbol`, `time` (open of the bar, UTC), `open`, `high`, `low`, `close`, `volume` (base units),
-    those of `OPTIONAL` that the source had, and `segment` (Int32: a new number after every gap and for every symbol).
+    Columns of `frame`, in this order: `symbol`, `time` (open of the bar, UTC), `open`, `high`, `low`, `close`, `volume`
+    (base units), those of `OPTIONAL` that the source had (numbers are Float64), and `segment` (Int32: a new number
+    after every gap and for every symbol).
     """
 
     frame: pl.DataFrame
@@ -66,7 +73,8 @@ class Bars:
         """Bars with `start <= time < stop`, preceded by up to `lead_in` bars that only feed features."""
         frame = self.frame.filter((pl.col("time") >= start - lead_in * self.frequency) & (pl.col("time") < stop))
         if frame.filter(pl.col("time") >= start).is_empty():
-            raise BarsError(f"{self.source}: no bars from {start} to {stop}; they run from {self.end_points[0]} to {self.end_points[1]}")
+            earliest, latest = self.end_points
+            raise BarsError(f"{self.source}: no bars from {start} to {stop}; they run from {earliest} to {latest}")
         return replace(self, frame=frame, first=start)
 
     def panel(self, accounts: Accounts = "portfolio") -> Panel:

@@ -1,0 +1,223 @@
+"""Checks for hard errors: bars that fail one of these cannot be traded on. Each takes the rows of one symbol.
+
+A frame to check has the columns of `Bars` less `segment`, in the order of the user's file, and three that say where a
+row comes from: `file`, `row` (1-based, header not counted) and `unreadable` (what stood there when a value could not
+be read, else null).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Literal
+
+import polars as pl
+
+from tailguard.data.bars import OPTIONAL, REQUIRED
+from tailguard.data.findings import SHOWN, Check, Row, judge, number, skipped, time_label
+from tailguard.data.frequency import frequency_label
+
+Gaps = Literal["error", "split"]
+
+PRICES = ("open", "high", "low", "close")
+ROUNDING = 1e-9
+"""Relative size below which high < low, or a close above the high, is floating-point dust of adjusted prices."""
+
+
+def most_common_step(*times: pl.Series) -> timedelta | None:
+    """The most common difference between neighbours in any of `times`, up or down; the shortest of several."""
+    steps = pl.concat([series.drop_nulls().diff().drop_nulls().abs() for series in times]).rename("step")
+    counts = steps.filter(steps > timedelta(0)).value_counts(name="count")
+    found = counts.sort(["count", "step"], descending=[True, False])["step"].first() if counts.height else None
+    return found if isinstance(found, timedelta) else None
+
+
+def check_values(bars: pl.DataFrame) -> Check:
+    """Every value of every column is there and could be read."""
+    columns = [name for name in ("time", "symbol", *REQUIRED, *OPTIONAL) if name in bars.columns]
+
+    def describe(row: Row) -> str:
+        missing = [name for name in columns if row[name] is None]
+        return str(row["unreadable"] or f"no value for {', '.join(missing)}")
+
+    return judge(
+        "values",
+        "all there, all numbers",
+        bars.filter(pl.any_horizontal(pl.col(columns).is_null())),
+        describe,
+        fault="with missing or unreadable values",
+        remedy="Complete or remove these rows at the source; nothing is filled in for you.",
+    )
+
+
+def check_duplicates(bars: pl.DataFrame) -> Check:
+    """No time comes twice."""
+    again = bars.filter(pl.col("time").is_first_distinct().not_() & pl.col("time").is_not_null())
+    earlier = {}
+    if again.height:
+        twins = bars.filter(pl.col("time").is_in(again["time"].head(SHOWN).implode()))
+        for row in twins.unique("time", keep="first", maintain_order=True).iter_rows(named=True):
+            earlier[row["time"]] = (row["file"], row["row"])
+
+    def describe(row: Row) -> str:
+        file, place = earlier[row["time"]]
+        return f"same time as row {place}" + ("" if file == row["file"] else f" of {file}")
+
+    return judge(
+        "duplicates",
+        "every time once",
+        again,
+        describe,
+        fault="with a time that was there before",
+        remedy="Keep one bar for each time; where files overlap, cut one of them.",
+    )
+
+
+def check_order(bars: pl.DataFrame) -> Check:
+    """Times go up; a bar that repeats an earlier time is left to `check_duplicates`."""
+    step = pl.col("time").diff()
+    found = bars.with_columns(before=pl.col("time").shift()).filter(
+        (step < timedelta(0)) & pl.col("time").is_first_distinct()
+    )
+    backwards = found.height > 1 and found.height == bars.height - 1
+    return judge(
+        "order",
+        "oldest first",
+        found,
+        lambda row: f"earlier than the bar before it ({time_label(row['before'])})",
+        fault="earlier than the one before" + (": the newest come first" if backwards else ""),
+        remedy="Sort the file by time, oldest first.",
+    )
+
+
+def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta) -> Check:
+    """Bars are one `frequency` apart and start on the grid that most of them share; `common` is their usual step."""
+    label = frequency_label(frequency)
+    step = pl.col("time").diff()
+    if common != frequency:
+        found = bars.with_columns(step=step).filter(step != frequency)
+        fault = f"not {label} after the one before; most are {frequency_label(common)} apart"
+
+        def describe(row: Row) -> str:
+            return f"{frequency_label(row['step'])} after the bar before it, not {label}"
+    else:
+        length = frequency // timedelta(milliseconds=1)
+        phase = bars["time"].to_physical() % length
+        usual = phase.drop_nulls().mode().sort().first()
+        found = bars.filter(phase != usual)
+        fault = f"off the {label} grid"
+
+        def describe(row: Row) -> str:
+            return f"{time_label(row['time'])} is off the {label} grid of the other bars"
+
+    return judge(
+        "frequency",
+        f"all on the {label} grid",
+        found,
+        describe,
+        fault=fault,
+        remedy="All bars, of all symbols, need one frequency; resample at the source or load the files apart.",
+    )
+
+
+def check_gaps(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> Check:
+    """No bar is missing between the first and the last; with `gaps="split"` gaps are counted, not faults."""
+    found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
+        pl.col("step") >= 2 * frequency
+    )
+
+    def describe(row: Row) -> str:
+        missing = row["step"] // frequency - 1
+        return f"{missing:,} bar{'' if missing == 1 else 's'} missing after {time_label(row['before'])}"
+
+    check = judge(
+        "gaps",
+        "no bar missing",
+        found,
+        describe,
+        noun="gap",
+        fault="",
+        remedy='Fill them at the source, or choose gaps="split" (--gaps split): no episode then crosses a gap.',
+    )
+    if check.count and gaps == "split":
+        return replace(check, level="ok", fault="kept: a new segment starts after each", remedy="")
+    return check
+
+
+def check_prices(bars: pl.DataFrame) -> Check:
+    """Open, high, low and close are finite and positive."""
+
+    def describe(row: Row) -> str:
+        name = next(name for name in PRICES if row[name] is not None and not 0 < row[name] < float("inf"))
+        return f"{name} {number(row[name])} is not a positive number"
+
+    sound = pl.all_horizontal((pl.col(name).is_finite() & (pl.col(name) > 0)).fill_null(True) for name in PRICES)
+    return judge(
+        "prices",
+        "finite, positive",
+        bars.filter(sound.not_()),
+        describe,
+        fault="with a price that is not finite and positive",
+        remedy="Correct or remove these bars at the source.",
+    )
+
+
+def check_ranges(bars: pl.DataFrame) -> Check:
+    """low ≤ open, close ≤ high, beyond rounding."""
+    top, bottom = pl.col("high") * (1 + ROUNDING), pl.col("low") * (1 - ROUNDING)
+    outside = (top < bottom) | pl.any_horizontal(
+        (pl.col(name) > top) | (pl.col(name) < bottom) for name in ("open", "close")
+    )
+    # Polars ranks NaN above every number; a price that is none is the business of `check_prices`.
+    judged = pl.all_horizontal(pl.col(name).is_finite() for name in PRICES)
+
+    def describe(row: Row) -> str:
+        high, low = row["high"], row["low"]
+        if high < low:
+            return f"high {number(high)} < low {number(low)}"
+        name = next(name for name in ("open", "close") if not low <= row[name] <= high)
+        side = f"> high {number(high)}" if row[name] > high else f"< low {number(low)}"
+        return f"{name} {number(row[name])} {side}"
+
+    return judge(
+        "ranges",
+        "low ≤ open, close ≤ high",
+        bars.filter(outside & judged),
+        describe,
+        fault="with high < low, or open or close outside them",
+        remedy="Check the order of the columns, or correct these bars at the source.",
+    )
+
+
+def check_volume(bars: pl.DataFrame) -> Check:
+    """Volume and the other amounts are finite and not negative; a funding rate is finite."""
+    amounts = [name for name in ("volume", *OPTIONAL) if name in bars.columns]
+    signed = [name for name in amounts if name != "funding_rate"]
+
+    def describe(row: Row) -> str:
+        name = next(
+            name
+            for name in amounts
+            if row[name] is not None and not (abs(row[name]) < float("inf") and (row[name] >= 0 or name not in signed))
+        )
+        return f"{name} {number(row[name])} is not " + ("zero or a positive number" if name in signed else "finite")
+
+    broken = [pl.col(name).is_finite().not_() for name in amounts] + [pl.col(name) < 0 for name in signed]
+    return judge(
+        "volume",
+        "finite, not negative",
+        bars.filter(pl.any_horizontal(expression.fill_null(False) for expression in broken)),
+        describe,
+        fault="with an amount that is negative or not finite",
+        remedy="Correct or remove these bars at the source.",
+    )
+
+
+def check_times(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> list[Check]:
+    """The checks that the times of one symbol must pass before anything can be done with its bars."""
+    checks = [check_order(bars), check_duplicates(bars)]
+    if any(check.level == "error" for check in checks):
+        return [*checks, skipped("frequency"), skipped("gaps")]
+    common = most_common_step(bars["time"]) or frequency
+    missing = check_gaps(bars, frequency, gaps) if common == frequency else skipped("gaps")
+    return [*checks, check_frequency(bars, frequency, common), missing]

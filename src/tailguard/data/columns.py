@@ -1,0 +1,167 @@
+"""Recognising a user's columns: which one is what, and its text or numbers as times and floats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import polars as pl
+
+from tailguard.data.bars import REQUIRED, TIME_TYPE
+from tailguard.errors import BarsError
+
+ACCEPTED: dict[str, tuple[str, ...]] = {
+    "time": (
+        *("ts_ms", "open_time", "open_datetime", "timestamp", "timestamp_ms", "datetime", "date", "time", "unix", "ts"),
+        *("index", "", "Unnamed: 0", "__index_level_0__"),
+    ),
+    "symbol": ("symbol", "ticker", "pair", "instrument", "tic"),
+    "open": ("open", "o", "open_price"),
+    "high": ("high", "h", "high_price"),
+    "low": ("low", "l", "low_price"),
+    "close": ("close", "c", "close_price"),
+    "volume": ("volume", "v", "vol", "base_volume"),
+    "quote_volume": ("quote_volume", "quote_asset_volume"),
+    "trades": ("trades", "number_of_trades", "trade_count", "count", "num_trades"),
+    "taker_buy_base": (
+        *("taker_buy_base", "taker_buy_base_asset_volume", "taker_buy_base_volume", "taker_buy_volume"),
+        "taker_base_asset_volume",
+    ),
+    "taker_buy_quote": (
+        *("taker_buy_quote", "taker_buy_quote_asset_volume", "taker_buy_quote_volume"),
+        "taker_quote_asset_volume",
+    ),
+    "funding_rate": ("funding_rate", "funding"),
+}
+"""Field to the names it goes by, the preferred first. Case, spaces, dots, dashes and underscores do not matter."""
+
+BINANCE_KLINES = (
+    *("open_time", "open", "high", "low", "close", "volume", "close_time", "quote_asset_volume", "number_of_trades"),
+    *("taker_buy_base_asset_volume", "taker_buy_quote_asset_volume", "ignore"),
+)
+CCXT_CANDLES = ("timestamp", "open", "high", "low", "close", "volume")
+POSITIONAL = {len(names): names for names in (CCXT_CANDLES, BINANCE_KLINES)}
+"""Names of the columns of a table that has none, by its width."""
+
+# Seconds, milliseconds, microseconds, nanoseconds: the smallest count taken for the unit (a day in 1973) and the
+# microseconds in one. A range ends where the next begins, so that a count belongs to one unit only.
+_EPOCH_UNITS = ((1e8, 1e6), (1e11, 1e3), (1e14, 1.0), (1e17, 1e-3))
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """Which column of a table holds which field."""
+
+    fields: dict[str, str]
+    """Field to the column that holds it."""
+    ignored: tuple[str, ...]
+    """Columns that are not bars' fields."""
+
+
+def recognise(columns: Sequence[str], file: str) -> Recognised:
+    """Find the bars' fields among `columns`; a required one that is missing is an error naming what would do."""
+    by_key: dict[str, str] = {}
+    for column in columns:
+        by_key.setdefault(_key(column), column)
+    fields = {}
+    for field, names in ACCEPTED.items():
+        found = next((by_key[_key(name)] for name in names if _key(name) in by_key), None)
+        if found is not None:
+            fields[field] = found
+    missing = [field for field in ("time", *REQUIRED) if field not in fields]
+    if missing:
+        wanted = "; ".join(f"{field} (accepted: {', '.join(filter(None, ACCEPTED[field]))})" for field in missing)
+        raise BarsError(f"{file}: no column for {wanted}. Columns found: {', '.join(map(column_label, columns))}")
+    used = set(fields.values())
+    return Recognised(fields, tuple(column for column in columns if column not in used))
+
+
+def column_label(column: str) -> str:
+    """The column's name in a message; a data frame's unnamed index has none."""
+    return column or "(unnamed)"
+
+
+def positional_names(columns: Sequence[str]) -> tuple[str, ...] | None:
+    """Names for columns called 0, 1, 2 … (lists saved as a table), with or without a row index before them."""
+    named = [column for column in columns if column not in ("", "Unnamed: 0", "__index_level_0__")]
+    if named != [str(place) for place in range(len(named))] or len(named) not in POSITIONAL:
+        return None
+    index = tuple(f"row index {place}" for place in range(len(columns) - len(named)))
+    return index + POSITIONAL[len(named)]
+
+
+def symbol_of(path: Path) -> str:
+    """The symbol a file is named after, less time frame and dates: `BTCUSDT-1h-2021-01.csv.gz` → `BTCUSDT`."""
+    stem = re.sub(r"(\.csv|\.parquet|\.feather|\.arrow|\.ipc)?(\.gz|\.zip)?$", "", path.name, flags=re.IGNORECASE)
+    stem = re.sub(r"(?i)(?<=.)[-_. ]\d+(s|m|min|h|d|w|mo)([-_. ].*)?$", "", stem)
+    # Dates begin with a year: a delivery contract such as BTCUSDT_240628 keeps its number.
+    return re.sub(r"(?<=.)([-_. ](19|20)\d\d([-_. ]?(0[1-9]|1[0-2])([-_. ]?[0-3]\d)?)?)+$", "", stem)
+
+
+def read_numbers(column: pl.Series) -> pl.Series:
+    """`column` as Float64; text that is not a number becomes null."""
+    if isinstance(column.dtype, (pl.String, pl.Categorical, pl.Enum)):
+        return column.cast(pl.String).str.strip_chars().cast(pl.Float64, strict=False)
+    if column.dtype.is_numeric() or column.dtype == pl.Null:
+        return column.cast(pl.Float64)
+    return pl.Series(column.name, [None] * len(column), dtype=pl.Float64)
+
+
+def read_times(column: pl.Series) -> pl.Series:
+    """`column` as UTC milliseconds; what cannot be read, or is finer than a millisecond, becomes null.
+
+    Numbers count from 1970 in the unit their size betrays (s, ms, µs or ns; one unit a file). Text is ISO 8601. Times
+    without a zone are UTC.
+    """
+    dtype = column.dtype
+    if isinstance(dtype, (pl.String, pl.Categorical, pl.Enum)):
+        text = column.cast(pl.String).str.strip_chars()
+        numbers = text.cast(pl.Float64, strict=False)
+        times = _from_epoch(numbers) if 2 * numbers.count() > len(text) else _from_text(text)
+    elif dtype.is_numeric():
+        times = _from_epoch(column.cast(pl.Float64))
+    elif dtype == pl.Date:
+        times = column.cast(pl.Datetime("us"))
+    elif isinstance(dtype, pl.Datetime):
+        times = column.cast(pl.Datetime("us", dtype.time_zone))
+    else:
+        times = _unreadable_times(column)
+    utc = times.dt.convert_time_zone("UTC")
+    finer = utc.to_physical() % 1_000 != 0
+    return utc.set(finer, None).cast(TIME_TYPE)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _unreadable_times(column: pl.Series) -> pl.Series:
+    return pl.Series(column.name, [None] * len(column), dtype=pl.Datetime("us"))
+
+
+def _from_epoch(numbers: pl.Series) -> pl.Series:
+    """Times from counts since 1970; the median decides the unit, and counts of another unit become null."""
+    middle = numbers.median()
+    for lowest, microseconds in _EPOCH_UNITS:
+        if isinstance(middle, float) and lowest <= middle < 1_000 * lowest:
+            inside = (numbers >= lowest) & (numbers < 1_000 * lowest)
+            counts = (numbers.set(~inside, None) * microseconds).round()
+            return counts.cast(pl.Int64).cast(pl.Datetime("us"))
+    return _unreadable_times(numbers)
+
+
+def _from_text(text: pl.Series) -> pl.Series:
+    """Times from ISO 8601 text, `T` or a space between date and time, with or without a zone, all rows alike."""
+    tidy = text.str.replace(r"^(\d{4}-\d\d-\d\d) +", "${1}T").str.replace(r" *(Z|UTC)$", "+00:00")
+    iso = r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d+)?)?)?([+-]\d\d:?\d\d)?$"
+    example = tidy.filter(tidy.str.contains(iso)).first() if tidy.count() else None
+    shape = re.match(iso, example) if isinstance(example, str) else None
+    if shape is None:
+        return _unreadable_times(text)
+    clock, seconds, _, zone = shape.groups()
+    if not clock:
+        return tidy.str.to_date("%Y-%m-%d", strict=False).cast(pl.Datetime("us"))
+    layout = "%Y-%m-%dT%H:%M" + (":%S%.f" if seconds else "") + ("%#z" if zone else "")
+    return tidy.str.to_datetime(layout, time_unit="us", strict=False)

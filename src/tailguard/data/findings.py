@@ -1,0 +1,155 @@
+"""What the checks found: which bars offend, where they stand in the user's file, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, Literal
+
+import polars as pl
+
+Level = Literal["ok", "skipped", "warning", "error"]
+Row = dict[str, Any]
+
+_SEVERITY: dict[Level, int] = {"ok": 0, "skipped": 1, "warning": 2, "error": 3}
+SHOWN = 3
+"""Offenders a check names; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class Offender:
+    """One place in the user's data that a check complains about."""
+
+    file: str
+    row: int
+    """1-based data row in the file."""
+    symbol: str
+    time: datetime | None
+    text: str
+    """What is wrong there, with the values."""
+
+    @property
+    def place(self) -> str:
+        """Row and time, as in `row 1041 (2021-02-13 09:00)`."""
+        return f"row {self.row}" + (f" ({time_label(self.time)})" if self.time else "")
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.place}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found."""
+
+    name: str
+    level: Level
+    promise: str
+    """What holds for the bars when nothing was found."""
+    noun: str = "bar"
+    """What is counted."""
+    fault: str = ""
+    """What is wrong with each."""
+    count: int = 0
+    offenders: tuple[Offender, ...] = ()
+    """The first of them, at most `SHOWN`."""
+    remedy: str = ""
+    """What the user can do about it."""
+
+    @property
+    def summary(self) -> str:
+        return f"{self.count:,} {self.noun}{'' if self.count == 1 else 's'} {self.fault}".rstrip()
+
+
+@dataclass(frozen=True)
+class Span:
+    """What there is of one symbol."""
+
+    symbol: str
+    first: datetime | None
+    last: datetime | None
+    bars: int
+    missing: int
+    """Bars that the frequency promises between first and last, and that are not there."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The checks of one source, all symbols together."""
+
+    source: str
+    frequency: timedelta
+    spans: tuple[Span, ...]
+    checks: tuple[Check, ...]
+    ignored: tuple[str, ...] = ()
+    """Columns of the files that are not used."""
+
+    @property
+    def errors(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.level == "error")
+
+    @property
+    def warnings(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.level == "warning")
+
+
+def number(value: float) -> str:
+    """A price or volume as people write it: 46,800 and 0.0000123."""
+    return f"{value:,.12g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.12f}".rstrip("0")
+
+
+def time_label(time: datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M:%S}" if time.second else f"{time:%Y-%m-%d %H:%M}"
+
+
+def judge(
+    name: str,
+    promise: str,
+    found: pl.DataFrame,
+    describe: Callable[[Row], str],
+    *,
+    noun: str = "bar",
+    fault: str,
+    remedy: str,
+    level: Level = "error",
+) -> Check:
+    """The check's outcome from the rows that offend, if any."""
+    if found.is_empty():
+        return Check(name, "ok", promise)
+    offenders = tuple(
+        Offender(row["file"], row["row"], row["symbol"], row["time"], describe(row))
+        for row in found.head(SHOWN).iter_rows(named=True)
+    )
+    return Check(name, level, promise, noun, fault, found.height, offenders, remedy)
+
+
+def skipped(name: str) -> Check:
+    """A check that means nothing while the times are wrong."""
+    return Check(name, "skipped", "not judged until the times are right")
+
+
+def merge(checks: Sequence[Check]) -> Check:
+    """One check's outcomes for several symbols as one."""
+    worst = max(checks, key=lambda check: (_SEVERITY[check.level], check.count > 0))
+    offenders = tuple(offender for check in checks for offender in check.offenders)
+    return replace(worst, count=sum(check.count for check in checks), offenders=offenders[:SHOWN])
+
+
+def error_message(report: Report) -> str:
+    """What failed: the first offenders of each check, the count of the rest, and the way out."""
+    return "\n".join(line for check in report.errors for line in _lines(check))
+
+
+def warning_message(check: Check) -> str:
+    """What one check suspects."""
+    return "\n".join(_lines(check))
+
+
+def _lines(check: Check) -> Iterator[str]:
+    for offender in check.offenders:
+        yield str(offender)
+    rest = check.count - len(check.offenders)
+    if rest:
+        yield f"… and {rest:,} more: {check.summary} in all"
+    if check.remedy:
+        yield f"{check.name}: {check.remedy}"

@@ -1,0 +1,163 @@
+"""Suspicions: bars that are possible and unlikely. They warn; the user decides. Each takes the rows of one symbol."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import polars as pl
+
+from tailguard.data.checks import PRICES
+from tailguard.data.findings import Check, Row, judge, number
+
+STALE_BARS = 3
+"""Bars in a row with the same prices and the same volume that make a stale run."""
+EMPTY_BARS = 5
+"""Bars in a row without volume that make an empty run."""
+JUMP_SIGMAS = 20.0
+"""Robust standard deviations beyond which a spike or a return is suspicious."""
+REVERTED = 0.25
+"""Share of the jump that may remain after a spike."""
+EXTREME_RETURN = 0.10
+"""Log return below which none is called extreme, however calm the market around it."""
+SCALE_BARS = 101
+"""Bars around each one that give its robust standard deviation."""
+
+
+def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
+    """No run of bars repeats itself. Bars without trade are left to `check_empty`."""
+    columns = (*PRICES, "volume")
+    repeats = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in columns)
+    traded = (pl.col("volume") > 0) | (pl.col("high") > pl.col("low"))
+    same = bars.select((repeats & traded & (pl.col("time").diff() == frequency)).fill_null(False)).to_series()
+    runs = _runs(same).filter(pl.col("length") >= STALE_BARS - 1)
+    # A run of n repeats begins with the bar that they repeat.
+    found = _rows_at(bars, runs.with_columns(pl.col("start") - 1, pl.col("length") + 1))
+
+    def describe(row: Row) -> str:
+        return f"{row['length']:,} identical bars, close {number(row['close'])}, volume {number(row['volume'])}"
+
+    return judge(
+        "stale",
+        "no run of identical bars",
+        found,
+        describe,
+        noun="run",
+        fault="of identical bars",
+        remedy="A frozen feed repeats its last bar; compare with another source.",
+        level="warning",
+    )
+
+
+def check_empty(bars: pl.DataFrame) -> Check:
+    """No long run of bars without volume."""
+    runs = _runs((bars["volume"] == 0).fill_null(False)).filter(pl.col("length") >= EMPTY_BARS)
+    return judge(
+        "zero volume",
+        f"never {EMPTY_BARS} bars in a row",
+        _rows_at(bars, runs),
+        lambda row: f"{row['length']:,} bars without volume",
+        noun="run",
+        fault="of bars without volume",
+        remedy="Nothing can be bought or sold in these bars under a participation cap.",
+        level="warning",
+    )
+
+
+def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check]:
+    """No price jumps away and back within one bar, and no return is extreme.
+
+    Both are measured in robust standard deviations: 1.4826 times the median absolute log return of the bars around,
+    and never less than the mean absolute return of all bars.
+    """
+    judged = _with_moves(bars, frequency)
+    spikes = judged.filter(pl.col("spike").is_not_null())
+
+    def describe_spike(row: Row) -> str:
+        return f"{row['spike']} {number(row[row['spike']])} against {number(row['around'])} around it"
+
+    def describe_return(row: Row) -> str:
+        change, sigmas = row["close"] / row["before"] - 1, abs(row["move"]) / row["scale"]
+        return f"close {number(row['before'])} → {number(row['close'])} ({change:+.1%}, {sigmas:,.0f} σ)"
+
+    extreme = judged.filter(
+        (pl.col("move").abs() > EXTREME_RETURN)
+        & (pl.col("move").abs() > JUMP_SIGMAS * pl.col("scale"))
+        & pl.col("spike").is_null()
+        & (pl.col("spike").shift() != "close").fill_null(True)
+    )
+    compare = "Compare with another source; if they are real, keep them."
+    return (
+        judge(
+            "spikes",
+            "no price jumps and fully reverts",
+            spikes,
+            describe_spike,
+            noun="bar",
+            fault="whose price jumps away and is back one bar later",
+            remedy=compare,
+            level="warning",
+        ),
+        judge(
+            "returns",
+            f"none beyond {JUMP_SIGMAS:.0f} robust σ",
+            extreme,
+            describe_return,
+            noun="return",
+            fault=f"beyond {JUMP_SIGMAS:.0f} robust σ and {EXTREME_RETURN:.0%}",
+            remedy=compare,
+            level="warning",
+        ),
+    )
+
+
+def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
+    """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `around`.
+
+    `spike` names the price that spikes, null where none does; `around` is the nearest price beside the spike. Moves
+    from or to a price that is no price, or over a gap, are null.
+    """
+    sound = pl.all_horizontal(pl.col(name).is_finite() & (pl.col(name) > 0) for name in PRICES)
+    log = {name: pl.when(sound).then(pl.col(name)).log() for name in PRICES}
+    move = pl.when(pl.col("time").diff() == frequency).then(log["close"].diff())
+    frame = bars.with_columns(move=move, before=pl.col("close").shift()).with_columns(
+        scale=pl.max_horizontal(
+            1.4826 * pl.col("move").abs().rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True),
+            pl.col("move").abs().mean(),
+        )
+    )
+    threshold = JUMP_SIGMAS * pl.col("scale")
+    back = pl.col("move").shift(-1)
+    remains = (pl.col("move") + back).abs()
+    lowest = pl.min_horizontal("open", "close", pl.col("low").shift(), pl.col("low").shift(-1))
+    highest = pl.max_horizontal("open", "close", pl.col("high").shift(), pl.col("high").shift(-1))
+
+    def is_spike(size: pl.Expr) -> pl.Expr:
+        return (size > threshold) & (remains < REVERTED * size)
+
+    spike = (
+        pl.when(is_spike(pl.min_horizontal(pl.col("move").abs(), back.abs())))
+        .then(pl.lit("close"))
+        .when(is_spike((lowest / pl.col("low")).log()))
+        .then(pl.lit("low"))
+        .when(is_spike((pl.col("high") / highest).log()))
+        .then(pl.lit("high"))
+    )
+    around = (
+        pl.when(pl.col("spike") == "low").then(lowest).when(pl.col("spike") == "high").then(highest).otherwise("before")
+    )
+    return frame.with_columns(spike=spike).with_columns(around=around)
+
+
+def _runs(mask: pl.Series) -> pl.DataFrame:
+    """`start` and `length` of the runs of True in `mask` [T]."""
+    runs = mask.rle().struct.unnest()
+    return (
+        runs.with_columns(length=pl.col("len"), start=pl.col("len").cum_sum() - pl.col("len"))
+        .filter(pl.col("value"))
+        .select(pl.col("start").cast(pl.Int64), pl.col("length").cast(pl.Int64))
+    )
+
+
+def _rows_at(bars: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
+    """The bars at which `runs` start, beside their `length`."""
+    return bars[runs["start"]].with_columns(runs["length"])

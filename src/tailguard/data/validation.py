@@ -1,0 +1,72 @@
+"""Can these bars be trusted? Every check over every symbol, as one report; nothing is repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+import polars as pl
+
+from tailguard.data.checks import (
+    Gaps,
+    check_prices,
+    check_ranges,
+    check_times,
+    check_values,
+    check_volume,
+    most_common_step,
+)
+from tailguard.data.findings import Check, Report, Span, merge, skipped
+from tailguard.data.suspicions import check_empty, check_spikes, check_stale
+from tailguard.data.volume_unit import VolumeUnit, check_volume_unit
+from tailguard.errors import BarsError
+
+
+def validate(
+    frame: pl.DataFrame,
+    source: str,
+    *,
+    frequency: timedelta | None = None,
+    gaps: Gaps = "error",
+    volume_unit: VolumeUnit = "base",
+    times_only: bool = False,
+    ignored: Sequence[str] = (),
+) -> Report:
+    """Check the bars of `frame`, laid out as `tailguard.data.checks` says.
+
+    `frequency`: the one the bars must have; None: the most common difference between neighbouring times.
+    `volume_unit`: what the volume column is said to count. `times_only` leaves out whatever does not concern the times.
+    """
+    parts = frame.partition_by("symbol", maintain_order=True)
+    pace = frequency or most_common_step(*(part["time"] for part in parts))
+    if pace is None:
+        raise BarsError(f"{source}: one bar is too few to tell the frequency; say it, as in frequency='1h'")
+    outcomes = [_check_symbol(part, pace, gaps, volume_unit, times_only) for part in parts]
+    checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
+    return Report(source, pace, tuple(_span(part, pace) for part in parts), checks, tuple(ignored))
+
+
+def _check_symbol(
+    bars: pl.DataFrame, frequency: timedelta, gaps: Gaps, volume_unit: VolumeUnit, times_only: bool
+) -> list[Check]:
+    times = check_times(bars, frequency, gaps)
+    if times_only:
+        return [check_values(bars.select("file", "row", "unreadable", "symbol", "time")), *times]
+    checks = [check_values(bars), *times, check_prices(bars), check_ranges(bars), check_volume(bars)]
+    if any(check.level == "error" for check in times[:2]):
+        return checks + [skipped(name) for name in ("volume unit", "stale", "zero volume", "spikes", "returns")]
+    return [
+        *checks,
+        check_volume_unit(bars, frequency, volume_unit),
+        check_stale(bars, frequency),
+        check_empty(bars),
+        *check_spikes(bars, frequency),
+    ]
+
+
+def _span(bars: pl.DataFrame, frequency: timedelta) -> Span:
+    first, last = bars["time"].min(), bars["time"].max()
+    if not isinstance(first, datetime) or not isinstance(last, datetime):
+        return Span(bars["symbol"][0], None, None, bars.height, 0)
+    promised = (last - first) // frequency + 1
+    return Span(bars["symbol"][0], first, last, bars.height, max(0, promised - bars["time"].n_unique()))
