@@ -1,0 +1,112 @@
+"""Diagnostic tasks: small tensor-native environments with a known best return, to check that a learner can learn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tailguard.envs.protocol import Discrete, Step
+from tailguard.errors import ConfigError, TailguardError
+
+
+class RecallEnv:
+    """Remember a cue: it is shown once, and asked for `delay` steps later.
+
+    The first observation of an episode carries a fair random cue, +1 or -1; all that follow are blank until the last,
+    which asks for the answer. Only the answer counts: choice 1 for the cue +1 and choice 0 for -1 pay +1, the wrong
+    choice pays -1, and the episode terminates. An agent with memory earns 1 an episode; without memory the answer
+    is independent of the cue, and no policy earns more than 0 on average.
+
+    Observations are [cue or 0, 1 when the answer is asked for or 0]. Episodes are `delay` + 1 steps long.
+    `outcome` holds `episode_return` and `episode_length`, [N], up to and including the step.
+    """
+
+    observation_size = 2
+
+    def __init__(
+        self, num_envs: int = 64, delay: int = 32, *, seed: int | None = None, device: str | torch.device = "cpu"
+    ) -> None:
+        """Make the task.
+
+        Args:
+            num_envs: Environments that step together.
+            delay: Steps between the observation that shows the cue and the one that asks for it, at least 1.
+            seed: Starts the random stream; None takes a new one each time.
+            device: Where the tensors live.
+        """
+        if num_envs < 1:
+            raise ConfigError(f"num_envs is {num_envs}; at least 1 environment is needed.")
+        if delay < 1:
+            raise ConfigError(f"delay is {delay}; with less than 1 step between cue and question nothing is recalled.")
+        self.num_envs = num_envs
+        self.delay = delay
+        self.device = torch.device(device)
+        self.action_space = Discrete((2,))
+        self._generator = torch.Generator(self.device)
+        if seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(seed)
+        self._cue = torch.ones(num_envs, device=self.device)
+        self._time = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Start N fresh episodes and return their first observations, [N, 2].
+
+        Without a seed the random stream goes on.
+        """
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        self._cue = self._draw_cues()
+        self._time = torch.zeros_like(self._time)
+        return self._observation(self._cue, self._time)
+
+    def step(self, action: Tensor) -> Step:
+        """Apply one choice to each environment, [N, 1] int64."""
+        answered = self._time == self.delay
+        right = action.reshape(self.num_envs) == (self._cue > 0)
+        reward = torch.where(answered, torch.where(right, 1.0, -1.0), 0.0)
+        length = self._time + 1
+        final_obs = self._observation(self._cue, length)
+        self._cue = torch.where(answered, self._draw_cues(), self._cue)
+        self._time = torch.where(answered, 0, length)
+        return Step(
+            obs=self._observation(self._cue, self._time),
+            reward=reward,
+            terminated=answered,
+            truncated=torch.zeros_like(answered),
+            final_obs=final_obs,
+            valid=torch.ones_like(answered),
+            outcome={"episode_return": reward, "episode_length": length},
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Cues, clocks and the random stream."""
+        return {
+            "cue": self._cue.clone(),
+            "time": self._time.clone(),
+            "delay": torch.tensor(self.delay),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a saved state; the next `step` answers the observation that followed the save."""
+        saved = len(state["cue"]), int(state["delay"])
+        if saved != (self.num_envs, self.delay):
+            raise TailguardError(
+                f"RecallEnv: this one has num_envs {self.num_envs} and delay {self.delay}, the saved state has "
+                f"{saved[0]} and {saved[1]}. Make it with the saved numbers."
+            )
+        self._cue = state["cue"].to(self.device, copy=True)
+        self._time = state["time"].to(self.device, copy=True)
+        self._generator.set_state(state["generator"].cpu())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _draw_cues(self) -> Tensor:
+        bits = torch.randint(2, (self.num_envs,), generator=self._generator, device=self.device)
+        return 2.0 * bits - 1.0
+
+    def _observation(self, cue: Tensor, time: Tensor) -> Tensor:
+        return torch.stack((torch.where(time == 0, cue, 0.0), (time == self.delay).to(cue.dtype)), dim=-1)
