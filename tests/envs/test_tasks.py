@@ -91,6 +91,16 @@ def cues(env: RecallEnv, count: int) -> Tensor:
     return torch.stack(shown)
 
 
+def test_every_episode_draws_its_own_fair_cue() -> None:
+    env = RecallEnv(num_envs=64, delay=1)
+    first = env.reset(0)[:, 0]
+    later = cues(env, 64)
+    # 64 fair signs sum to 0 with standard deviation 8, for one environment over time as for one episode over all.
+    assert later.sum(dim=0).abs().max() < 4 * 8
+    assert later.sum(dim=1).abs().max() < 4 * 8
+    assert not torch.equal(later[0], first)
+
+
 def test_the_same_seed_gives_the_same_cues_and_another_one_others() -> None:
     def first_cues(constructor_seed: int | None, reset_seed: int | None) -> Tensor:
         env = RecallEnv(num_envs=32, delay=1, seed=constructor_seed)
