@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tailguard._version import __version__
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
     from tailguard.data.sources import load_bars as load_bars
     from tailguard.data.synthetic import make_market as make_market
@@ -26,6 +27,7 @@ _PUBLIC = {
     "Bars": "tailguard.data.bars",
     "BarsError": "tailguard.errors",
     "ConfigError": "tailguard.errors",
+    "DistributionalPPO": "tailguard.algorithm.ppo",
     "MarketConfig": "tailguard.market.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",
@@ -35,6 +37,19 @@ _PUBLIC = {
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]
+
+
+try:
+    import gymnasium
+except ImportError:  # the numeric core runs without it
+    pass
+else:
+    # Both entry points are names, imported when an environment is made.
+    gymnasium.register(
+        id="tailguard/Trading-v0",
+        entry_point="tailguard.envs.gym_trading:TradingGymEnv",
+        vector_entry_point="tailguard.envs.gym_trading:TradingGymVectorEnv",
+    )
 
 
 def __getattr__(name: str) -> Any:

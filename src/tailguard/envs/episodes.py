@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tailguard import market as simulator
 from tailguard.market import Market, MarketState, Transition
+from tailguard.market.state import where as market_where
 
 Reward = Literal["log", "simple", "pnl"]
 REWARDS: tuple[Reward, ...] = ("log", "simple", "pnl")
@@ -36,6 +37,16 @@ class EpisodeState:
     """Largest equity since then, [N]."""
     age: Tensor
     """Bars traded since then, [N] int64."""
+
+
+def where(condition: Tensor, chosen: EpisodeState, other: EpisodeState) -> EpisodeState:
+    """`chosen` where the condition [N] holds, `other` elsewhere."""
+    return EpisodeState(
+        market_where(condition, chosen.market, other.market),
+        torch.where(condition, chosen.start_equity, other.start_equity),
+        torch.where(condition, chosen.peak_equity, other.peak_equity),
+        torch.where(condition, chosen.age, other.age),
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ def episode_starts(task_rows: Tensor, usable: Tensor, segment: Tensor, episode_l
     breaks = torch.ones(rows, dtype=torch.bool)
     breaks[1:] = segment[1:] != segment[:-1]
     index = torch.arange(rows)
-    begin = torch.where(breaks, index, torch.where(usable, 0, index + 1)).cummax(0).values
+    begin = torch.where(usable, torch.where(breaks, index, 0), index + 1).cummax(0).values
     unbroken = index - begin >= episode_length
     starts = index[unbroken & usable] - episode_length
     return starts[task_rows[starts]]

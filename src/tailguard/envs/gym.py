@@ -71,10 +71,10 @@ class GymnasiumEnv:
         self.autoreset_mode = _autoreset_mode(self.vector_env, self.name)
         self.device = torch.device(device)
         self.num_envs: int = self.vector_env.num_envs
-        self._observations = FlatObservations(self.vector_env.single_observation_space, self.name)
-        self._actions = GymnasiumActions.of(self.vector_env.single_action_space, self.name)
-        self.observation_size = self._observations.size
-        self.action_space: ActionSpace = self._actions.space_on(self.device)
+        self.observations = FlatObservations(self.vector_env.single_observation_space, self.name)
+        self.actions = GymnasiumActions.of(self.vector_env.single_action_space, self.name)
+        self.observation_size = self.observations.size
+        self.action_space: ActionSpace = self.actions.space_on(self.device)
         self._first_seed = seed
         self._episode_return = np.zeros(self.num_envs)
         self._episode_length = np.zeros(self.num_envs, dtype=np.int64)
@@ -91,11 +91,11 @@ class GymnasiumEnv:
         self._episode_return[:] = 0.0
         self._episode_length[:] = 0
         self._restarts[:] = False
-        return self._to_device(self._observations.flatten(observations, self.num_envs))
+        return self._to_device(self.observations.flatten(observations, self.num_envs))
 
     def step(self, action: Tensor) -> Step:
         """Apply one action to each environment: [N, A] for a box, [N, K] int64 for choices."""
-        observations, rewards, *flags, infos = self.vector_env.step(self._actions.decode(action))
+        observations, rewards, *flags, infos = self.vector_env.step(self.actions.decode(action))
         terminated, truncated = (np.asarray(flag, dtype=np.bool_) for flag in flags)
         ended = terminated | truncated
         obs, final_obs = self._next_and_final(observations, ended, infos)
@@ -146,7 +146,7 @@ class GymnasiumEnv:
         self, observations: Any, ended: NDArray[np.bool_], infos: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """What the policy sees next and the true successor of the action just taken, both [N, O]."""
-        seen = self._observations.flatten(observations, self.num_envs)
+        seen = self.observations.flatten(observations, self.num_envs)
         if self.autoreset_mode is AutoresetMode.NEXT_STEP or not ended.any():
             obs = self._to_device(seen)
             return obs, obs
@@ -155,7 +155,7 @@ class GymnasiumEnv:
             other[ended] = self._same_step_final(ended, infos)
             return self._to_device(seen), self._to_device(other)
         restarted, _ = self.vector_env.reset(options={"reset_mask": ended.copy()})
-        other[ended] = self._observations.flatten(restarted, self.num_envs)[ended]
+        other[ended] = self.observations.flatten(restarted, self.num_envs)[ended]
         return self._to_device(other), self._to_device(seen)
 
     def _same_step_final(self, ended: NDArray[np.bool_], infos: dict[str, Any]) -> NDArray[np.float32]:
@@ -171,7 +171,7 @@ class GymnasiumEnv:
             )
         space = self.vector_env.single_observation_space
         batch: Any = create_empty_array(space, len(rows))
-        return self._observations.flatten(concatenate(space, [final[row] for row in rows], batch), len(rows))
+        return self.observations.flatten(concatenate(space, [final[row] for row in rows], batch), len(rows))
 
     def _to_device(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

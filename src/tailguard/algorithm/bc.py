@@ -1,0 +1,64 @@
+"""Behaviour cloning towards given actions, plain or weighted by how good they turned out (AWR)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.losses import awr_weights, bc_loss
+from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.schedules import Schedule
+from tailguard.algorithm.update import Batch
+from tailguard.models.agent import ActorCritic, AgentOutput
+from tailguard.validate import check_range
+
+Teacher = Callable[[Tensor], Tensor]
+"""Raw observations [T, N, O] to the actions they ask for, [T, N, A], in the environment's form."""
+
+
+@dataclass(frozen=True)
+class BehaviourCloning:
+    """Adds −w·log π(a*|o) to the loss.
+
+    With a `teacher`, a* is its action, and the weight w is 1 or, with `beta`, exp(A/β) of the action taken: imitate more
+    where acting went well. Without a teacher, a* is the action taken itself: advantage-weighted regression (Peng 2019),
+    which needs `beta`.
+    """
+
+    coefficient: float | str = 0.1
+    """Weight of the term, a schedule."""
+    teacher: Teacher | None = None
+    beta: float | None = None
+    """Temperature of the weights in standard deviations of the advantage; none: all weigh 1."""
+    max_weight: float = 20.0
+    """Largest weight; the exponent is clamped before it is taken."""
+    name: str = "bc"
+
+    def __post_init__(self) -> None:
+        Schedule.parse(self.coefficient)
+        check_range("bc.max_weight", self.max_weight, low=0, low_open=True)
+        if self.beta is not None:
+            check_range("bc.beta", self.beta, low=0, low_open=True)
+        elif self.teacher is None:
+            check_range("bc.beta", float("nan"), low=0, low_open=True)
+
+    def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:  # noqa: ARG002
+        """Keep what to imitate and how much."""
+        coefficient = Schedule.parse(self.coefficient)(progress)
+        weights = torch.ones_like(batch.advantages)
+        if self.beta is not None:
+            weights = awr_weights(batch.advantages, self.beta, self.max_weight)
+        extra = {"bc/weight": coefficient * weights}
+        if self.teacher is not None:
+            with torch.no_grad():
+                extra["bc/action"] = self.teacher(rollout.obs)
+        return replace(batch, extra=batch.extra | extra)
+
+    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:
+        head = agent.action_head
+        taken = batch.actions if self.teacher is None else head.from_env(batch.extra["bc/action"])
+        return bc_loss(head.log_prob(output.parameters, taken), batch.extra["bc/weight"])

@@ -1,0 +1,163 @@
+"""Settings of the learner."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from tailguard.algorithm.estimate import Baseline, DistributionTarget
+from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
+from tailguard.algorithm.value_losses import ClipMode, ValueClip
+from tailguard.errors import ConfigError
+from tailguard.models.agent import NetworkConfig
+from tailguard.models.critics import TwinMode
+from tailguard.returns import AdvantageMode
+from tailguard.validate import check_choice, check_count, check_range
+
+
+@dataclass(frozen=True)
+class PPOConfig:
+    """Recurrent distributional PPO. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+
+    n_steps: int = 64
+    """Steps in a rollout and in a training sequence; let the episode length be a multiple of it."""
+    minibatch_size: int = 1024
+    """Transitions in an optimiser step; with memory they are whole sequences of n_steps."""
+    epochs: int = 4
+    """Passes over a rollout, 1 to 20."""
+    microbatches: int = 1
+    """Parts in which a minibatch goes through the network; the gradient is that of the whole, memory is saved."""
+    optimizer: Literal["adam", "adamw"] = "adam"
+    """adam, or adamw with decoupled weight decay."""
+    learning_rate: float | str = 3e-4
+    """Step size, a schedule; 1e-5 to 1e-2."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of adamw."""
+    gamma: float = 0.99
+    """Discount factor, above 0 to 1."""
+    gae_lambda: float = 0.95
+    """λ of the advantage estimate, 0 to 1."""
+    distribution_lambda: float = 0.95
+    """λ of the distribution's targets, 0 to 1; below 0.95 the tail gets too mild."""
+    distribution_target: DistributionTarget = "sr_lambda"
+    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, which has too mild a tail."""
+    baseline: Baseline = "scalar"
+    """Value that GAE uses: the scalar head, or the mean of the distribution, which misses crashes rarer than 1/(2N)."""
+    twin_mode: TwinMode = "min"
+    """Value of two critics for GAE: min is pessimistic, mean is unbiased."""
+    clip_range: float | str = 0.2
+    """ε of the clipped surrogate, a schedule; 0.05 to 0.4."""
+    normalise_advantages: AdvantageMode = "global"
+    """global over the rollout, per_env (equal weight to every environment), or off."""
+    value_coef: float = 0.5
+    """Weight of the scalar value loss."""
+    distribution_coef: float = 0.5
+    """Weight of the distribution loss."""
+    value_clip: ClipMode = "off"
+    """Bound on a critic's change: off, mean_only, mean_and_variance or per_quantile."""
+    value_clip_limit: float = 0.2
+    """Largest change of the mean or of a quantile, in standard deviations of the return."""
+    value_clip_sd_ratio: float = 1.5
+    """mean_and_variance: largest factor between the old and the new standard deviation."""
+    huber_kappa: float = 0.0
+    """κ of the quantile Huber loss in standard deviations of the return; 0 is the pinball loss. Above 0.01 the tail
+    gets too mild."""
+    entropy_coef: float | str = 0.0
+    """Weight of the entropy bonus, a schedule; 0 to 0.05."""
+    entropy_floor: float = 0.0
+    """The entropy weight does not fall below this."""
+    entropy_window: int = 0
+    """Iterations without a trend in the mean episode reward that count as a plateau; 0 does not look for one."""
+    entropy_boost: float = 2.0
+    """Factor on the entropy weight after a plateau, fading over the next window."""
+    target_kl: float | None = None
+    """Stop the epochs when the smoothed exact KL from the rollout's policy passes 1.5 times this; none: no early
+    stop."""
+    kl_limit: float | None = None
+    """Stop the epochs at once when a minibatch's exact KL passes this; none: no limit."""
+    kl_penalty: float = 0.0
+    """First weight of an adaptive KL penalty that aims at target_kl; 0 is off."""
+    max_grad_norm: float = 0.5
+    """Longest gradient; 0 or less is off."""
+    log_ratio_limit: float = 20.0
+    """Log-ratios beyond this are clamped, and counted."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do with a non-finite log-ratio, loss or gradient: stop the run, or skip the minibatch and count it."""
+    normalise_observations: bool = True
+    """Scale observations by running statistics, updated between rollouts only."""
+    observation_clip: float = 10.0
+    """Bound of scaled observations, in standard deviations."""
+    return_decay: float = 0.99
+    """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    """Shape of the network."""
+
+    def __post_init__(self) -> None:
+        check_count("ppo.n_steps", self.n_steps)
+        check_count("ppo.minibatch_size", self.minibatch_size, low=2)
+        check_count("ppo.epochs", self.epochs)
+        check_count("ppo.microbatches", self.microbatches)
+        check_choice("ppo.optimizer", self.optimizer, ("adam", "adamw"))
+        check_range("ppo.gamma", self.gamma, low=0, low_open=True, high=1)
+        check_range("ppo.gae_lambda", self.gae_lambda, low=0, high=1)
+        check_range("ppo.distribution_lambda", self.distribution_lambda, low=0, high=1)
+        check_choice("ppo.distribution_target", self.distribution_target, ("sr_lambda", "lambda_return"))
+        check_choice("ppo.baseline", self.baseline, ("scalar", "distribution"))
+        check_choice("ppo.twin_mode", self.twin_mode, ("min", "mean"))
+        check_choice("ppo.normalise_advantages", self.normalise_advantages, ("global", "per_env", "off"))
+        check_choice("ppo.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        for name in ("value_coef", "distribution_coef", "huber_kappa", "entropy_floor", "kl_penalty", "weight_decay"):
+            check_range(f"ppo.{name}", getattr(self, name), low=0)
+        check_range("ppo.log_ratio_limit", self.log_ratio_limit, low=0, low_open=True, high=80)
+        check_range("ppo.observation_clip", self.observation_clip, low=0, low_open=True)
+        check_range("ppo.return_decay", self.return_decay, low=0, low_open=True, high=1)
+        for name in ("learning_rate", "clip_range", "entropy_coef"):
+            Schedule.parse(getattr(self, name))
+        for name in ("target_kl", "kl_limit"):
+            if getattr(self, name) is not None:
+                check_range(f"ppo.{name}", getattr(self, name), low=0, low_open=True)
+        if self.entropy_schedule.decay.start < 0 or self.entropy_schedule.decay.end < 0:
+            raise ConfigError(f"ppo.entropy_coef: {self.entropy_coef} would reward certainty; give 0 or more")
+        if self.kl_penalty > 0 and self.target_kl is None:
+            raise ConfigError("ppo.kl_penalty: an adaptive penalty needs a target; set ppo.target_kl, 0.01 for example")
+        if self.network.critic == "scalar" and self.baseline == "distribution":
+            raise ConfigError("ppo.baseline: a scalar critic has no distribution; choose scalar, or another critic")
+        if self.value_clip == "per_quantile" and self.network.critic == "categorical":
+            raise ConfigError("ppo.value_clip: per_quantile needs a quantile critic; choose mean_only")
+
+    @property
+    def clip(self) -> ValueClip:
+        return ValueClip(self.value_clip, self.value_clip_limit, self.value_clip_sd_ratio)
+
+    @property
+    def entropy_schedule(self) -> EntropySchedule:
+        decay = Schedule.parse(self.entropy_coef)
+        return EntropySchedule(decay, self.entropy_floor, self.entropy_window, self.entropy_boost)
+
+    @property
+    def kl_stopper(self) -> KLStopper | None:
+        if self.target_kl is None and self.kl_limit is None:
+            return None
+        hard = math.inf if self.kl_limit is None else self.kl_limit
+        return KLStopper(hard if self.target_kl is None else min(1.5 * self.target_kl, hard), hard)
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Whether the entropy takes part in the loss at any time; if not, it is not computed there."""
+        decay = Schedule.parse(self.entropy_coef)
+        return decay.start != 0 or decay.end != 0 or self.entropy_floor > 0
+
+    def with_options(self, options: Mapping[str, Any]) -> PPOConfig:
+        """This config with fields of the learner or of its network replaced; an unknown name is an error."""
+        own = {item.name for item in fields(PPOConfig)} - {"network"}
+        net = {item.name for item in fields(NetworkConfig)}
+        for name in options:
+            if name not in own | net:
+                near = difflib.get_close_matches(name, own | net, n=1)
+                hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(own | net))}."
+                raise ConfigError(f"{name}: no such setting. {hint}")
+        network = replace(self.network, **{name: value for name, value in options.items() if name in net})
+        return replace(self, network=network, **{name: value for name, value in options.items() if name in own})

@@ -1,0 +1,141 @@
+"""From a rollout to what the losses need: advantages, value targets and distribution targets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.rollout import Rollout
+from tailguard.models.agent import ActorCritic, AgentState, CriticOutput
+from tailguard.models.critics import TwinMode, combine_quantiles, combine_values, twin_pessimism
+from tailguard.returns import RunningMoments, draw_continuations, gae, lambda_returns, sr_lambda_targets
+
+Baseline = Literal["scalar", "distribution"]
+DistributionTarget = Literal["sr_lambda", "lambda_return"]
+
+
+@dataclass(frozen=True)
+class EstimateConfig:
+    """How returns are estimated."""
+
+    gamma: float
+    lam: float
+    distribution_lam: float
+    baseline: Baseline
+    twin_mode: TwinMode
+    distribution_target: DistributionTarget
+    quantiles: int
+
+
+@dataclass(frozen=True)
+class CriticView:
+    """What one critic said of a rollout, in raw return units."""
+
+    output: CriticOutput
+    """The heads' own outputs, in the normalised units of the time, [T, N, ...]."""
+    value: Tensor
+    """Scalar head, [T, N]."""
+    baseline: Tensor
+    """Value used for GAE, [T, N]."""
+    next_baseline: Tensor
+    """The same of the true successors, [T, N]."""
+    quantiles: Tensor | None
+    """Midpoint quantiles of the return, [T, N, Q]."""
+    next_quantiles: Tensor | None
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """All in raw return units."""
+
+    views: tuple[CriticView, ...]
+    advantages: Tensor
+    """[T, N]"""
+    value_targets: Tensor
+    """λ-returns, [T, N]."""
+    distribution_targets: Tensor | None
+    """Samples of the return, [T, N, M]."""
+    values: Tensor
+    """The baseline that GAE used, [T, N]."""
+    pessimism: Tensor
+    """What min takes off the mean of twin critics, [T, N]; zeros with one critic."""
+
+
+@torch.no_grad()
+def look(
+    agent: ActorCritic, rollout: Rollout, scale: RunningMoments, config: EstimateConfig
+) -> tuple[tuple[CriticView, ...], AgentState]:
+    """Let every critic read the rollout; returns what they said and the trunks' states after the last row."""
+    outputs, successors, after = agent.evaluate(
+        rollout.scaled_obs, rollout.final_obs, rollout.start_state, rollout.episode_start
+    )
+    views = []
+    for critic, output, next_outputs in zip(agent.each_critic(), outputs, successors, strict=True):
+
+        def read(found: CriticOutput) -> tuple[Tensor, Tensor, Tensor | None]:
+            """Value, baseline and quantiles in raw units."""
+            value = scale.denormalise(critic.value.mean(found.value))  # noqa: B023 (called in this turn of the loop)
+            head = critic.distribution  # noqa: B023
+            if head is None or found.distribution is None:
+                return value, value, None
+            quantiles = scale.denormalise(head.quantiles(found.distribution, config.quantiles))
+            mean = scale.denormalise(head.mean(found.distribution))
+            return value, (mean if config.baseline == "distribution" else value), quantiles
+
+        value, baseline, quantiles = read(output)
+        next_baseline = _shift(baseline)
+        next_quantiles = None if quantiles is None else _shift(quantiles)
+        for row, found in next_outputs.items():
+            _, at_row, quantiles_at_row = read(found)
+            next_baseline[row] = at_row
+            if next_quantiles is not None and quantiles_at_row is not None:
+                next_quantiles[row] = quantiles_at_row
+        views.append(CriticView(output, value, baseline, next_baseline, quantiles, next_quantiles))
+    return tuple(views), after
+
+
+def _shift(rows: Tensor) -> Tensor:
+    """Row t + 1 in the place of row t; the last row, which has no successor here, is filled in by the caller."""
+    return torch.cat((rows[1:], rows[-1:]))
+
+
+@torch.no_grad()
+def estimate(
+    views: tuple[CriticView, ...], rollout: Rollout, config: EstimateConfig, generator: torch.Generator
+) -> Estimates:
+    """Advantages by GAE, λ-returns for the scalar heads, SR(λ) samples for the distributions."""
+    values, next_values = views[0].baseline, views[0].next_baseline
+    next_quantiles = views[0].next_quantiles
+    pessimism = torch.zeros_like(values)
+    if len(views) == 2:
+        pessimism = twin_pessimism(values, views[1].baseline)
+        values = combine_values(values, views[1].baseline, config.twin_mode)
+        next_values = combine_values(next_values, views[1].next_baseline, config.twin_mode)
+        if next_quantiles is not None and views[1].next_quantiles is not None:
+            next_quantiles = combine_quantiles(next_quantiles, views[1].next_quantiles)
+    advantages = gae(
+        rollout.rewards, values, next_values, rollout.terminated, rollout.truncated, config.gamma, config.lam
+    )
+    targets = lambda_returns(advantages, values)
+    samples = None
+    if next_quantiles is not None:
+        if config.distribution_target == "lambda_return":
+            samples = targets.unsqueeze(-1)
+        else:
+            coins = draw_continuations(
+                next_quantiles.shape, config.distribution_lam, generator, next_quantiles.device
+            )
+            samples = sr_lambda_targets(
+                rollout.rewards, next_quantiles, rollout.terminated, rollout.truncated, config.gamma, coins
+            )
+    return Estimates(views, advantages, targets, samples, values, pessimism)
+
+
+@torch.no_grad()
+def first_returns(rollout: Rollout, gamma: float) -> Tensor:
+    """Discounted rewards to the end of the rollout or of the episode, [T, N]: a first scale before any critic learned."""
+    nothing = torch.zeros_like(rollout.rewards)
+    return gae(rollout.rewards, nothing, nothing, rollout.terminated, rollout.truncated, gamma, 1.0)

@@ -1,0 +1,74 @@
+"""A non-finite log-ratio, loss or gradient is named and stops the run, or skips the minibatch: never silently."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from tailguard.algorithm.update import MinibatchLoss
+from tailguard.errors import TailguardError
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.ppo import DistributionalPPO
+
+
+class NonFiniteError(TailguardError):
+    """Training met a NaN or an infinity; the message names the tensor, the step and the environment."""
+
+
+def check_finite(found: MinibatchLoss, index: Tensor, learner: DistributionalPPO) -> bool:
+    """Whether this microbatch may be used. `index` holds its sequences' numbers in the batch."""
+    if bool(found.finite & found.total.isfinite()):
+        return True
+    bad = [name for name, term in found.terms.items() if not bool(term.isfinite())]
+    place = ""
+    if not bool(found.finite):
+        rows, columns = (~found.log_ratio.isfinite()).nonzero(as_tuple=True)
+        sequence = int(index[columns[0]])
+        row, environment = int(rows[0]), sequence
+        if not learner.agent.remembers:
+            row, environment = divmod(sequence, learner.env.num_envs)
+        value = float(found.log_ratio[rows[0], columns[0]])
+        place = f" The log-ratio of environment {environment} at row {row} of the rollout is {value}."
+    return _stop_or_skip(f"loss ({', '.join(bad) or 'log-ratio'})", place, learner)
+
+
+def check_gradient(norm: Tensor, learner: DistributionalPPO) -> bool:
+    """Whether this gradient may be applied."""
+    if bool(norm.isfinite()):
+        return True
+    bad = [
+        name
+        for name, parameter in learner.agent.named_parameters()
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
+    ]
+    return _stop_or_skip(f"gradient of {', '.join(bad[:3])}", "", learner)
+
+
+def check_rollout(rewards: Tensor, obs: Tensor, learner: DistributionalPPO) -> None:
+    """Refuse a rollout with non-finite rewards or observations: there is nothing sound to learn from it."""
+    for name, values in (("reward", rewards.unsqueeze(-1)), ("observation", obs)):
+        # One number for the whole tensor: a sum is finite only if every part of it is.
+        if bool(values.sum().isfinite()):
+            continue
+        bad = (~values.isfinite()).nonzero()
+        if len(bad) == 0:
+            continue
+        row, environment, column = bad[0].tolist()
+        raise NonFiniteError(
+            f"step {learner.num_timesteps:,}: {name} {column} of environment {environment} is "
+            f"{float(values[row, environment, column])} at row {row} of the rollout. Look at the environment's data and "
+            "at the actions it was given."
+        )
+
+
+def _stop_or_skip(what: str, place: str, learner: DistributionalPPO) -> bool:
+    if learner.config.on_nonfinite == "skip":
+        return False
+    raise NonFiniteError(
+        f"step {learner.num_timesteps:,}: the {what} is not finite.{place} Lower the learning rate or max_grad_norm, or "
+        "set on_nonfinite to skip to leave such minibatches out."
+    )
+
+

@@ -1,0 +1,406 @@
+"""Recurrent distributional PPO: act, estimate, update, repeat. Reads top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tailguard.algorithm.callbacks import CallbackLike, make_callback
+from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.estimate import EstimateConfig, Estimates, estimate, first_returns, look
+from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
+from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
+from tailguard.algorithm.scale import move_return_scale, old_distribution
+from tailguard.algorithm.schedules import AdaptiveKL, EntropyState, KLStopState, Schedule
+from tailguard.algorithm.update import Batch, Hyper, LossTerm, minibatch_loss
+from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.errors import ConfigError
+from tailguard.models.agent import ActorCritic
+from tailguard.monitor.episodes import EpisodeTracker
+from tailguard.monitor.progress import Progress
+from tailguard.returns import RunningMoments, normalise_advantages
+
+if TYPE_CHECKING:
+    from tailguard.envs.protocol import VectorEnv
+    from tailguard.envs.spec import TradingSpec
+
+
+@dataclass
+class LearnerState:
+    """What training has come to, besides the weights and the optimiser's moments."""
+
+    carry: Carry
+    num_timesteps: int = 0
+    iteration: int = 0
+    progress: float = 0.0
+    """Share of the asked-for steps that is done, for the schedules."""
+    kl_coef: float = 0.0
+    entropy: EntropyState = EntropyState()
+    skipped: int = 0
+    """Minibatches left out because something in them was not finite."""
+    degenerate: int = 0
+    """Rollouts whose advantages carried no signal."""
+
+
+class DistributionalPPO:
+    """PPO with an LSTM policy, a scalar value and a learned distribution of the return.
+
+    `env`: a `tailguard.TradingEnv`, any Gymnasium environment, vector environment or id.
+    `config`: all settings; single ones can be given as keyword arguments instead (`n_steps=64, twin_critics=True`):
+        the fields of `PPOConfig` and of `NetworkConfig`.
+    `seed`: of the weights, the actions, the minibatches and the environment.
+    `device`: where the network lives; the environment's own device by default.
+    `num_envs`: copies to make of a Gymnasium id.
+    `extensions`: further terms of the loss.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        config: PPOConfig | None = None,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        num_envs: int | None = None,
+        extensions: Sequence[LossTerm] = (),
+        **options: Any,
+    ) -> None:
+        self.config = (config or PPOConfig()).with_options(options)
+        self.env: VectorEnv = as_vector_env(env, num_envs, device)
+        self.inputs = policy_inputs(self.env)
+        self.device = self.env.device
+        self.seed = seed
+        self.extensions = tuple(extensions)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
+        self.agent = network.to(self.device)
+        self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
+        self.return_moments = RunningMoments((), decay=self.config.return_decay, device=self.device)
+        self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
+        self.optimizer = _make_optimizer(self.agent, self.config, self.learning_rate)
+        self.episodes = EpisodeTracker(self.env.num_envs, self.device)
+        self.state: LearnerState | None = None
+        self.metrics: dict[str, float] = {}
+        """Figures of the last iteration, under SB3's names where it has them."""
+
+    @property
+    def spec(self) -> TradingSpec | None:
+        """What the agent must find again on new bars; None if it was not trained on bars."""
+        return self.inputs.spec
+
+    @property
+    def num_timesteps(self) -> int:
+        """Environment steps taken so far."""
+        return 0 if self.state is None else self.state.num_timesteps
+
+    # --- learning -----------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        total_timesteps: int,
+        callback: CallbackLike = None,
+        log_interval: int = 1,
+        progress_bar: bool = False,
+        reset_num_timesteps: bool = True,
+    ) -> Self:
+        """Train for at least `total_timesteps` environment steps, in whole rollouts.
+
+        `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
+        function of `(locals, globals)`, or a list of them; a false return value ends the training.
+        `log_interval`: iterations between two calls of the callback's `on_step`.
+        """
+        if total_timesteps < 1:
+            raise ConfigError(f"total_timesteps: {total_timesteps} is out of range; it must be at least 1")
+        if self.state is None:
+            self.state = self._begin()
+        if reset_num_timesteps:
+            self.state.num_timesteps = 0
+        begun = self.state.num_timesteps
+        goal = begun + total_timesteps
+        listener = make_callback(callback)
+        listener.init_callback(self)
+        listener.on_training_start(locals(), globals())
+        clock = time.perf_counter()
+        with Progress(total_timesteps, shown=progress_bar) as bar:
+            while self.state.num_timesteps < goal:
+                self.state.progress = (self.state.num_timesteps - begun) / total_timesteps
+                listener.on_rollout_start()
+                self.metrics = self.iterate()
+                elapsed = time.perf_counter() - clock
+                self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
+                self.metrics["time/total_timesteps"] = self.state.num_timesteps
+                listener.on_rollout_end()
+                bar.show(self.state.num_timesteps - begun, self.metrics)
+                if self.state.iteration % log_interval == 0 and not listener.on_step():
+                    break
+        listener.on_training_end()
+        return self
+
+    def iterate(self) -> dict[str, float]:
+        """One rollout and the updates on it; returns the iteration's figures."""
+        if self.state is None:
+            self.state = self._begin()
+        state, config = self.state, self.config
+        scale = self._observation_scale()
+        rollout, carry = collect(self.agent, self.env, state.carry, scale, config.n_steps, self.generator)
+        check_rollout(rollout.rewards, rollout.obs, self)
+        if self.return_moments.count == 0:
+            self.return_moments.update(first_returns(rollout, config.gamma), rollout.valid)
+        views, memory = look(self.agent, rollout, self.return_moments, self._estimate_config())
+        estimates = estimate(views, rollout, self._estimate_config(), self.generator)
+        batch, figures = self._prepare(rollout, estimates)
+        figures |= self._train(batch, rollout.inner_resets)
+        state.carry = Carry(carry.obs, carry.episode_start, (carry.state[0], *memory[1:]))
+        state.num_timesteps += config.n_steps * self.env.num_envs
+        state.iteration += 1
+        if config.normalise_observations:
+            change = self.observation_moments.update(rollout.obs, rollout.valid)
+            figures["data/observation_drift"] = change.mean_shift.max()
+        self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
+        return self._report(rollout, estimates, figures)
+
+    def _begin(self) -> LearnerState:
+        """Fresh episodes and empty memories."""
+        obs = self.env.reset(self.seed)
+        if self.config.normalise_observations:
+            self.observation_moments.update(obs)
+        start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
+        carry = Carry(obs, start, self.agent.initial_state(self.env.num_envs))
+        return LearnerState(carry, kl_coef=self.config.kl_penalty)
+
+    def _observation_scale(self) -> ObservationScale:
+        moments = self.observation_moments
+        return ObservationScale(moments.mean.float(), moments.std.float(), self.config.observation_clip)
+
+    def _estimate_config(self) -> EstimateConfig:
+        config = self.config
+        return EstimateConfig(
+            gamma=config.gamma,
+            lam=config.gae_lambda,
+            distribution_lam=config.distribution_lambda,
+            baseline=config.baseline,
+            twin_mode=config.twin_mode,
+            distribution_target=config.distribution_target,
+            quantiles=config.network.quantiles,
+        )
+
+    def _hyper(self) -> Hyper:
+        """Today's hyper-parameters; the learning rate is the tensor that the optimiser holds."""
+        assert self.state is not None
+        config, progress = self.config, self.state.progress
+
+        def tensor(value: float) -> Tensor:
+            return torch.tensor(value, device=self.device)
+
+        self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
+        return Hyper(
+            learning_rate=self.learning_rate,
+            clip_range=tensor(Schedule.parse(config.clip_range)(progress)),
+            entropy_coef=tensor(config.entropy_schedule.coefficient(self.state.entropy, progress)),
+            kl_coef=tensor(self.state.kl_coef),
+        )
+
+    # --- one iteration, step by step ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _prepare(self, rollout: Rollout, estimates: Estimates) -> tuple[Batch, dict[str, Tensor]]:
+        """Bring everything into today's units: normalised advantages, targets and old outputs."""
+        assert self.state is not None
+        advantages, degenerate = normalise_advantages(
+            estimates.advantages, rollout.valid, self.config.normalise_advantages
+        )
+        self.state.degenerate += int(degenerate.sum())
+        moments = self.return_moments
+        change = moments.update(estimates.value_targets, rollout.valid)
+        move_return_scale(self.agent, self.optimizer, change)
+        samples = None
+        head = self.agent.each_critic()[0].distribution
+        if estimates.distribution_targets is not None and head is not None:
+            samples = head.encode(moments.normalise(estimates.distribution_targets))
+        batch = Batch(
+            obs=rollout.scaled_obs,
+            episode_start=rollout.episode_start,
+            actions=rollout.actions,
+            parameters=rollout.parameters,
+            log_probs=rollout.log_probs,
+            advantages=advantages,
+            weights=rollout.valid.to(advantages.dtype),
+            value_targets=moments.normalise(estimates.value_targets).unsqueeze(-1),
+            old_values=tuple(moments.normalise(view.value).unsqueeze(-1) for view in estimates.views),
+            distribution_targets=samples,
+            old_distributions=tuple(
+                old_distribution(critic, view, moments)
+                for critic, view in zip(self.agent.each_critic(), estimates.views, strict=True)
+            ),
+            state=rollout.start_state,
+            extra={},
+        )
+        for extension in self.extensions:
+            batch = extension.prepare(rollout, estimates, batch, self.state.progress)
+        figures = {
+            "critic/return_mean": moments.mean.clone(),
+            "critic/return_std": moments.std.clone(),
+            "critic/return_std_drift": change.std_ratio,
+            "critic/twin_pessimism": estimates.pessimism.mean(),
+            "train/advantage_std": estimates.advantages[rollout.valid].std(),
+        }
+        return (batch if self.agent.remembers else batch.rows_as_sequences()), figures
+
+    def _train(self, batch: Batch, inner_resets: bool) -> dict[str, Tensor]:
+        """Epochs of minibatches; stops early when the policy has moved too far."""
+        assert self.state is not None
+        config = self.config
+        rows, sequences = batch.log_probs.shape
+        count = max(1, round(sequences * rows / config.minibatch_size))
+        if count > sequences:
+            count = sequences
+        hyper = self._hyper()
+        stopper, stop = config.kl_stopper, KLStopState.start(self.device)
+        seen: list[dict[str, Tensor]] = []
+        steps = 0
+        for _ in range(config.epochs):
+            order = torch.randperm(sequences, generator=self.generator, device=self.device)
+            for index in order.tensor_split(count):
+                figures = self._accumulate(batch, index, hyper, inner_resets)
+                if figures is None:
+                    self.state.skipped += 1
+                    continue
+                if stopper is not None:
+                    stop = stopper.update(stop, figures["train/approx_kl"])
+                    if bool(stop.stopped):
+                        break
+                self.optimizer.step()
+                steps += 1
+                seen.append(figures)
+            if bool(stop.stopped):
+                break
+        self.optimizer.zero_grad(set_to_none=True)
+        if not seen:
+            return {"train/n_updates": torch.tensor(0.0)}
+        means = {name: torch.stack([figures[name] for figures in seen]).mean() for name in seen[0]}
+        last_kl = seen[-1]["train/approx_kl"]
+        if config.kl_penalty > 0 and config.target_kl is not None:
+            self.state.kl_coef = AdaptiveKL(config.target_kl).update(self.state.kl_coef, float(last_kl))
+        return means | {
+            "train/n_updates": torch.tensor(float(steps)),
+            "train/early_stop": stop.stopped.float(),
+            "train/last_kl": last_kl,
+            "train/learning_rate": hyper.learning_rate.clone(),
+            "train/clip_range": hyper.clip_range,
+            "train/entropy_coef": hyper.entropy_coef,
+            "train/kl_coef": hyper.kl_coef,
+        }
+
+    def _accumulate(
+        self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool
+    ) -> dict[str, Tensor] | None:
+        """Gradient of one minibatch, through its microbatches, clipped; None if it must be skipped."""
+        config = self.config
+        self.optimizer.zero_grad(set_to_none=True)
+        figures: dict[str, Tensor] = {}
+        parts = [batch.select(part) for part in index.tensor_split(config.microbatches) if part.numel()]
+        total_weight = torch.stack([part.weights.sum() for part in parts]).sum()
+        for part, numbers in zip(parts, index.tensor_split(config.microbatches), strict=False):
+            # Without looking at the rows, a fused call needs to know that no episode starts inside.
+            found = minibatch_loss(
+                self.agent, part, hyper, config, self.extensions, total_weight, None if inner_resets else False
+            )
+            found.total.backward()  # type: ignore[no-untyped-call]
+            if not check_finite(found, numbers, self):
+                return None
+            for name, value in found.figures.items():
+                figures[name] = figures[name] + value if name in figures else value
+            figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
+        limit = config.max_grad_norm if config.max_grad_norm > 0 else math.inf
+        norm = nn.utils.clip_grad_norm_(self.agent.parameters(), limit)
+        if not check_gradient(norm, self):
+            return None
+        figures["train/grad_norm"] = norm
+        return figures
+
+    def _report(self, rollout: Rollout, estimates: Estimates, figures: dict[str, Tensor]) -> dict[str, float]:
+        """The iteration's figures as numbers: the one place where the device is read for them."""
+        assert self.state is not None
+        valid = rollout.valid
+        targets, values = estimates.value_targets[valid], estimates.values[valid]
+        figures["train/explained_variance"] = 1 - (targets - values).var() / targets.var().clamp(min=1e-30)
+        figures["train/entropy"] = self.agent.action_head.entropy(rollout.parameters)[valid].mean().detach()
+        for name in ("turnover", "fee", "spread", "impact", "funding", "borrow", "liquidation", "unfilled"):
+            if name in rollout.outcome:
+                figures[f"data/{name}"] = rollout.outcome[name].float().mean()
+        names = list(figures)
+        numbers = torch.stack([figures[name].detach().double().cpu() for name in names]).tolist()
+        report = dict(zip(names, numbers, strict=True))
+        report["rollout/ep_rew_mean"] = self.episodes.mean("return")
+        report["rollout/ep_len_mean"] = self.episodes.mean("length")
+        if "pnl" in rollout.outcome:
+            report["rollout/ep_pnl_mean"] = self.episodes.mean("pnl")
+        report["warn/skipped_minibatches"] = self.state.skipped
+        report["warn/constant_advantages"] = self.state.degenerate
+        report["time/iterations"] = self.state.iteration
+        self.state.entropy = self.config.entropy_schedule.update(self.state.entropy, report["rollout/ep_rew_mean"])
+        return report
+
+    # --- acting -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: Any,
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """The policy's action, and the memory to give back with the next observation; as in Stable-Baselines3.
+
+        `observation`: one observation or a batch, in the environment's own form. `state`: what the last call returned,
+        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not touched.
+        """
+        rows, single = self.inputs.encode(observation)
+        obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
+        count = obs.shape[0]
+        memory = self.agent.initial_state(count)[0]
+        if state is not None:
+            memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
+        start = torch.zeros(count, dtype=torch.bool, device=self.device)
+        if episode_start is not None:
+            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
+        parameters, memory = self.agent.act(obs, memory, start)
+        head = self.agent.action_head
+        raw = head.mode(parameters) if deterministic else head.sample(parameters, self.generator)
+        action = self.inputs.decode(head.to_env(raw))
+        after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
+        return (action[0] if single else action), after
+
+    def get_env(self) -> VectorEnv:
+        """The environment the agent trains on."""
+        return self.env
+
+    def save(self, path: str | Path) -> None:
+        """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""
+        from tailguard.algorithm.saving import save_agent
+
+        save_agent(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, env: Any = None, device: torch.device | str | None = None) -> DistributionalPPO:
+        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn."""
+        from tailguard.algorithm.saving import load_agent
+
+        return load_agent(Path(path), env, device)
+
+
+def _make_optimizer(agent: ActorCritic, config: PPOConfig, learning_rate: Tensor) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+    return kind(agent.parameters(), lr=learning_rate, eps=1e-5, weight_decay=config.weight_decay, fused=True)
+

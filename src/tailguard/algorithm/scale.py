@@ -1,0 +1,49 @@
+"""Moving the return's scale without moving a single raw prediction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.estimate import CriticView
+from tailguard.models.agent import ActorCritic, ReturnCritic
+from tailguard.models.critics import CategoricalCritic, Critic, ScalarCritic
+from tailguard.returns import MomentsChange, RunningMoments, popart_rescale, rescale_moments
+
+SUPPORT_DRIFT_LIMIT = 1.0
+"""A categorical support that fits the returns worse than this (see `support_drift`) is laid over them anew."""
+
+
+@torch.no_grad()
+def move_return_scale(agent: ActorCritic, optimizer: torch.optim.Optimizer, change: MomentsChange) -> int:
+    """Rewrite every critic head for the new return scale (PopArt); returns how many supports had to be laid anew."""
+    moved = 0
+    for critic in agent.each_critic():
+        heads: list[Critic] = [critic.value]
+        if critic.distribution is not None:
+            heads.append(critic.distribution)
+        for head in heads:
+            degree = 2 if isinstance(head, ScalarCritic) else 1
+            for layer in head.return_layers():
+                popart_rescale(
+                    layer.weight, layer.bias, change.old_mean, change.old_std, change.new_mean, change.new_std
+                )
+                for parameter in (layer.weight, layer.bias):
+                    rescale_moments(optimizer.state[parameter], change.old_std, change.new_std, degree)
+            head.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
+            if isinstance(head, CategoricalCritic) and float(head.support_drift()) > SUPPORT_DRIFT_LIMIT:
+                head.set_support(head.v_min, head.v_max)
+                for parameter in (head.layer.weight, head.layer.bias):
+                    optimizer.state.pop(parameter, None)
+                moved += 1
+    return moved
+
+
+def old_distribution(critic: ReturnCritic, view: CriticView, moments: RunningMoments) -> Tensor | None:
+    """A critic's distribution output at the time of the rollout, in today's normalised units."""
+    if critic.distribution is None or view.output.distribution is None:
+        return None
+    if isinstance(critic.distribution, CategoricalCritic):
+        return view.output.distribution  # logits have no unit
+    assert view.quantiles is not None
+    return moments.normalise(view.quantiles)

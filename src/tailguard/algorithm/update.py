@@ -1,0 +1,210 @@
+"""One minibatch: the loss, term by term, and what there is to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.losses import (
+    clipped_surrogate,
+    entropy_loss,
+    guard_log_ratio,
+    kl_k1,
+    kl_k3,
+    masked_mean,
+)
+from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.value_losses import critic_loss
+from tailguard.models.agent import ActorCritic, AgentOutput, AgentState
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of a rollout, ready for the losses. `L` rows of `B` sequences; without memory `L` is 1."""
+
+    obs: Tensor
+    """Scaled, [L, B, O]."""
+    episode_start: Tensor
+    """[L, B] bool"""
+    actions: Tensor
+    """Raw, [L, B, R]."""
+    parameters: Tensor
+    """Of the policy that acted, [L, B, P]."""
+    log_probs: Tensor
+    """Under it, [L, B]."""
+    advantages: Tensor
+    """Normalised, [L, B]."""
+    weights: Tensor
+    """1 where a row counts, 0 where nothing happened, [L, B]."""
+    value_targets: Tensor
+    """λ-returns in normalised units, [L, B, 1]."""
+    old_values: tuple[Tensor, ...]
+    """Each critic's scalar output when the rollout was taken, in today's normalised units, [L, B, 1]."""
+    distribution_targets: Tensor | None
+    """In the form the critics' loss reads, [L, B, ...]."""
+    old_distributions: tuple[Tensor | None, ...]
+    """Each critic's distribution output, likewise."""
+    state: AgentState
+    """Memory before the first row, [layers, B, H] each."""
+    extra: dict[str, Tensor]
+    """What extensions asked to keep, [L, B, ...] each."""
+
+    def select(self, index: Tensor) -> Batch:
+        """The sequences with these numbers."""
+
+        def pick(rows: Tensor) -> Tensor:
+            return rows.index_select(1, index)
+
+        return self._map(pick, tuple(tuple(pick(part) for part in trunk) for trunk in self.state))
+
+    def rows_as_sequences(self) -> Batch:
+        """[L, B] as [1, L·B]: without memory every row stands for itself, and minibatches may mix rows freely."""
+
+        def flatten(rows: Tensor) -> Tensor:
+            return rows.flatten(0, 1).unsqueeze(0)
+
+        return self._map(flatten, self.state)
+
+    def _map(self, change: Callable[[Tensor], Tensor], state: AgentState) -> Batch:
+        return Batch(
+            obs=change(self.obs),
+            episode_start=change(self.episode_start),
+            actions=change(self.actions),
+            parameters=change(self.parameters),
+            log_probs=change(self.log_probs),
+            advantages=change(self.advantages),
+            weights=change(self.weights),
+            value_targets=change(self.value_targets),
+            old_values=tuple(change(rows) for rows in self.old_values),
+            distribution_targets=None if self.distribution_targets is None else change(self.distribution_targets),
+            old_distributions=tuple(None if rows is None else change(rows) for rows in self.old_distributions),
+            state=state,
+            extra={name: change(rows) for name, rows in self.extra.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyper-parameters that move during training, as 0-dim tensors."""
+
+    learning_rate: Tensor
+    clip_range: Tensor
+    entropy_coef: Tensor
+    kl_coef: Tensor
+
+
+class LossTerm(Protocol):
+    """An extension that adds a term to the loss."""
+
+    name: str
+
+    def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:
+        """Before the epochs: add what the term needs to `batch.extra`; `progress` is the share of training done."""
+        ...
+
+    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:
+        """The weighted term per sample, [L, B]."""
+        ...
+
+
+@dataclass(frozen=True)
+class MinibatchLoss:
+    """The loss of a minibatch, or of one microbatch's share in it."""
+
+    total: Tensor
+    terms: dict[str, Tensor]
+    """Weighted terms that add up to the total, with their gradients."""
+    figures: dict[str, Tensor]
+    """What to log, without gradient; shares add up over microbatches."""
+    finite: Tensor
+    """Whether every log-ratio that counts was finite before it was clamped."""
+    log_ratio: Tensor
+    """[L, B]"""
+
+
+def minibatch_loss(
+    agent: ActorCritic,
+    batch: Batch,
+    hyper: Hyper,
+    config: PPOConfig,
+    extensions: Sequence[LossTerm] = (),
+    total_weight: Tensor | None = None,
+    inner_resets: bool | None = None,
+) -> MinibatchLoss:
+    """All terms of the loss on one (micro)batch; `total_weight` is the weight of the whole minibatch it belongs to."""
+    output = agent(batch.obs, batch.state, batch.episode_start, inner_resets)
+    weights = batch.weights
+    total_weight = weights.sum() if total_weight is None else total_weight
+
+    def mean(values: Tensor) -> Tensor:
+        return masked_mean(values, weights, total_weight)
+
+    head = agent.action_head
+    log_prob = head.log_prob(output.parameters, batch.actions)
+    log_ratio = log_prob - batch.log_probs
+    guarded = guard_log_ratio(log_ratio, config.log_ratio_limit, weights)
+    surrogate = clipped_surrogate(guarded.log_ratio, batch.advantages, hyper.clip_range)
+    kl = head.kl(batch.parameters, output.parameters)
+    terms = {"policy": mean(surrogate.loss), **critic_terms(agent, output, batch, config, mean)}
+    figures: dict[str, Tensor] = {}
+    if config.uses_entropy:
+        entropy = head.entropy(output.parameters)
+        terms["entropy"] = hyper.entropy_coef * mean(entropy_loss(entropy, log_prob))
+    if config.kl_penalty > 0:
+        terms["kl"] = hyper.kl_coef * mean(kl)
+    for extension in extensions:
+        terms[extension.name] = mean(extension.loss(agent, output, batch))
+    with torch.no_grad():
+        share = weights.sum() / total_weight
+        figures |= {
+            "train/approx_kl": mean(kl),
+            "train/kl_k1": mean(kl_k1(log_ratio)),
+            "train/kl_k3": mean(kl_k3(guarded.log_ratio)),
+            "train/clip_fraction": mean(surrogate.clipped),
+            "train/log_ratio_clamped": guarded.clamped_share * share,
+            "train/policy_gradient_loss": terms["policy"].detach(),
+        }
+        for name, term in terms.items():
+            if name != "policy":
+                figures[f"train/{name}_loss"] = term.detach()
+    total = torch.stack(list(terms.values())).sum()
+    return MinibatchLoss(total, terms, figures, guarded.finite, log_ratio.detach())
+
+
+class _Mean(Protocol):
+    def __call__(self, values: Tensor) -> Tensor: ...
+
+
+def critic_terms(
+    agent: ActorCritic, output: AgentOutput, batch: Batch, config: PPOConfig, mean: _Mean
+) -> dict[str, Tensor]:
+    """Value and distribution terms: each critic against its own old output, averaged over the critics."""
+    values: list[Tensor] = []
+    distributions: list[Tensor] = []
+    for critic, found, old_value, old_distribution in zip(
+        agent.each_critic(), output.critics, batch.old_values, batch.old_distributions, strict=True
+    ):
+        scalar = critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip)
+        values.append(mean(scalar.loss))
+        if critic.distribution is not None and found.distribution is not None:
+            assert batch.distribution_targets is not None  # a distributional critic always comes with targets
+            spread = critic_loss(
+                critic.distribution,
+                found.distribution,
+                batch.distribution_targets,
+                old_distribution,
+                config.clip,
+                config.huber_kappa,
+            )
+            distributions.append(mean(spread.loss))
+    terms = {"value": config.value_coef * torch.stack(values).mean()}
+    if distributions:
+        terms["distribution"] = config.distribution_coef * torch.stack(distributions).mean()
+    return terms
+

@@ -1,0 +1,53 @@
+"""From bars to what an environment runs on: arrays, features, and the scaling they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailguard.data.panel import Panel
+from tailguard.data.scaling import Scaler
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Accounts, Bars
+
+
+@dataclass(frozen=True)
+class PreparedBars:
+    """Bars with scaled features: all an environment needs, in plain arrays."""
+
+    panel: Panel
+    features: NDArray[np.float32]
+    """Scaled features known at each bar's close, [R, F]."""
+    names: tuple[str, ...]
+    usable: NDArray[np.bool_]
+    """Rows on which every feature is defined, [R]."""
+    scaler: Scaler
+    """The scaling that was applied; give it to the environment of a later split."""
+
+
+def prepare(
+    bars: Bars,
+    features: Sequence[str] | None = None,
+    scaler: Scaler | None = None,
+    accounts: Accounts = "portfolio",
+) -> PreparedBars:
+    """Compute features and scale them.
+
+    Without a `scaler` one is fitted on these bars' tradeable rows: right for training bars. For validation, test and
+    live bars give the scaler of the training bars; it also says which features there are.
+    """
+    # Polars is needed to compute features, not to run on prepared ones.
+    from tailguard.data.features import compute_features
+
+    if scaler is not None and features is None:
+        features = tuple(dict.fromkeys(name.split(":")[0] for name in scaler.names))
+    table = compute_features(bars, features, accounts)
+    panel = bars.panel(accounts)
+    if scaler is None:
+        scaler = Scaler.fit(table, table.valid & panel.tradeable)
+    return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)

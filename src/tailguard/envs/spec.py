@@ -1,0 +1,87 @@
+"""What an agent must find again to see the same numbers: features, their scaling, and the rules of its episodes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tailguard.data.panel import Panel
+from tailguard.data.prepare import prepare
+from tailguard.data.scaling import Scaler
+from tailguard.envs.episodes import Reward, TradingTask
+from tailguard.envs.trading import TradingEnv
+from tailguard.errors import BarsError
+from tailguard.market import MarketConfig, build_market
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Accounts, Bars
+
+
+@dataclass(frozen=True)
+class TradingSpec:
+    """A trading environment less its bars: saved with the agent, and enough to meet new bars as it met the old ones."""
+
+    scaler: Scaler
+    market: MarketConfig
+    accounts: Accounts
+    episode_length: int
+    reward: Reward
+    frequency_ms: int
+
+    @classmethod
+    def of(cls, env: TradingEnv) -> TradingSpec:
+        return cls(
+            scaler=env.prepared.scaler,
+            market=env.task.market.config,
+            accounts=env.accounts,
+            episode_length=env.task.episode_length,
+            reward=env.task.reward,
+            frequency_ms=env.prepared.panel.frequency_ms,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` gives back an equal spec."""
+        return {
+            "scaler": self.scaler.to_dict(),
+            "market": asdict(self.market),
+            "accounts": self.accounts,
+            "episode_length": self.episode_length,
+            "reward": self.reward,
+            "frequency_ms": self.frequency_ms,
+        }
+
+    def check_fits(self, panel: Panel) -> None:
+        """Refuse bars of another frequency, and several symbols where the agent knows one account a symbol."""
+        if panel.frequency_ms != self.frequency_ms:
+            raise BarsError(
+                f"{', '.join(panel.symbols)}: bars of {panel.frequency_ms / 60_000:g} minutes; the agent was trained on "
+                f"bars of {self.frequency_ms / 60_000:g} minutes"
+            )
+        if self.accounts == "per_symbol" and len(panel.symbols) > 1:
+            raise BarsError(
+                f"the agent trades one symbol an account; choose one of {', '.join(panel.symbols)} with "
+                f"bars.select({panel.symbols[0]!r})"
+            )
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> TradingSpec:
+        return cls(
+            **{**state, "scaler": Scaler.from_dict(state["scaler"]), "market": MarketConfig(**state["market"])}
+        )
+
+
+def task_for(
+    spec: TradingSpec, bars: Bars, config: MarketConfig | None, dtype: torch.dtype
+) -> tuple[TradingTask, NDArray[np.bool_], Panel]:
+    """The task an agent knows, on new bars; with it the rows on which its features are defined, and the bars' arrays."""
+    prepared = prepare(bars, scaler=spec.scaler, accounts=spec.accounts)
+    spec.check_fits(prepared.panel)
+    market = build_market(prepared.panel, config or spec.market, dtype=dtype)
+    task = TradingTask(
+        market, torch.as_tensor(prepared.features), prepared.names, spec.episode_length, spec.reward
+    )
+    return task, prepared.usable, prepared.panel

@@ -1,0 +1,180 @@
+"""The trading environment: N accounts on one market, as tensors, restarting in the step in which they end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.scaling import Scaler
+from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
+from tailguard.envs.protocol import Box, Step
+from tailguard.errors import ConfigError
+from tailguard.flags import may_hold_any
+from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
+from tailguard.validate import check_choice, check_count
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Accounts, Bars
+
+
+class TradingEnv:
+    """Episodes of fixed length from random starts, traded with full costs.
+
+    An action is a share of the allowed leverage for each asset, in [-1, 1] or, without shorts, in [0, 1]; it becomes a
+    target weight that fills at the next bar's open (see `TradingTask.to_weights`). The observation is the scaled
+    features of the bar that has just closed, the current weights, the episode's gain, its drawdown and the time left.
+    An episode is truncated after `episode_length` bars and terminated when its account is liquidated.
+
+    `bars`: from `tailguard.load_bars` or `make_market`, or already prepared ones.
+    `config`: costs, leverage and margin.
+    `num_envs`: accounts that step together.
+    `device`, `dtype`: where and how precisely the accounting runs; observations and rewards are float32.
+    `episode_length`: bars in an episode. Choose a multiple of the learner's `n_steps`, so that no episode ends inside
+        a segment.
+    `features`: names of the features to show, all built-in ones by default.
+    `scaler`: feature scaling fitted on training bars; without one it is fitted on these bars.
+    `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in accounts of its own.
+    `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
+    `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
+        environments do not restart all at once.
+    """
+
+    def __init__(
+        self,
+        bars: Bars | PreparedBars,
+        config: MarketConfig | None = None,
+        num_envs: int = 256,
+        device: torch.device | str = "cpu",
+        *,
+        episode_length: int = 256,
+        features: Sequence[str] | None = None,
+        scaler: Scaler | None = None,
+        accounts: Accounts = "portfolio",
+        reward: Reward = "log",
+        stagger: int | None = None,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_count("num_envs", num_envs)
+        check_count("episode_length", episode_length)
+        check_choice("reward", reward, REWARDS)
+        check_choice("accounts", accounts, ("portfolio", "per_symbol"))
+        if stagger is not None:
+            check_count("stagger", stagger)
+        prepared = bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
+        self.prepared = prepared
+        self.device = torch.device(device)
+        self.num_envs = num_envs
+        self.task = TradingTask(
+            market=build_market(prepared.panel, config, device=self.device, dtype=dtype),
+            features=torch.as_tensor(prepared.features, device=self.device),
+            feature_names=prepared.names,
+            episode_length=episode_length,
+            reward=reward,
+        )
+        self.starts = self._find_starts(prepared, episode_length).to(self.device)
+        self.stagger = stagger
+        self.accounts = accounts
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.state: EpisodeState | None = None
+
+    @property
+    def observation_size(self) -> int:
+        return self.task.observation_size
+
+    @property
+    def action_space(self) -> Box:
+        high = torch.ones(self.task.market.assets, device=self.device)
+        return Box(-high if self.task.market.config.allow_short else torch.zeros_like(high), high)
+
+    @staticmethod
+    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor:
+        panel = prepared.panel
+        usable = torch.as_tensor(prepared.usable)
+        begin = torch.as_tensor(panel.tradeable)
+        starts = episode_starts(begin, usable, torch.as_tensor(panel.segment), episode_length)
+        if starts.numel() == 0:
+            raise ConfigError(
+                f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
+                f"defined in {panel.rows:,} rows ({int(panel.tradeable.sum()):,} tradeable, "
+                f"{int(prepared.usable.sum()):,} with features). Shorten episode_length or bring more bars."
+            )
+        return starts
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Start N flat accounts at random rows and return their first observations, [N, O]."""
+        if seed is not None:
+            self.generator.manual_seed(seed)
+        state = self._fresh_episodes(self._draw_starts())
+        if self.stagger is not None:
+            phases = max(1, self.task.episode_length // self.stagger)
+            age = torch.randint(phases, (self.num_envs,), generator=self.generator, device=self.device) * self.stagger
+            state = EpisodeState(state.market, state.start_equity, state.peak_equity, age)
+        self.state = state
+        return self.task.observe(state)
+
+    def step(self, action: Tensor) -> Step:
+        """Trade one bar in every account."""
+        if self.state is None:
+            raise ConfigError("TradingEnv.step: call reset() first")
+        task, before = self.task, self.state
+        after, transition = task.advance(before, task.to_weights(action))
+        terminated = transition.liquidated
+        truncated = (after.age >= task.episode_length) & ~terminated
+        ended = terminated | truncated
+        final_obs = task.observe(after)
+        outcome = {
+            "pnl": (after.market.equity / after.start_equity - 1).float(),
+            "turnover": transition.turnover,
+            "unfilled": transition.unfilled,
+            "liquidated": transition.liquidated,
+            "finite": transition.net.isfinite(),
+            **transition.costs(),
+        }
+        reward = task.reward_of(transition, before)
+        obs = final_obs
+        # Drawn in every step, needed or not, so that what is drawn later does not depend on what happened now.
+        rows = self._draw_starts()
+        if may_hold_any(ended):
+            after = where(ended, self._fresh_episodes(rows), after)
+            obs = task.observe(after)
+        self.state = after
+        return Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
+
+    def _draw_starts(self) -> Tensor:
+        draw = torch.randint(self.starts.shape[0], (self.num_envs,), generator=self.generator, device=self.device)
+        return self.starts.index_select(0, draw)
+
+    def _fresh_episodes(self, rows: Tensor) -> EpisodeState:
+        return self.task.begin(open_accounts(rows, self.task.market.assets, self.task.market.dtype))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Accounts, cursors and the random generator: all that is needed to go on exactly."""
+        if self.state is None:
+            raise ConfigError("TradingEnv.state_dict: call reset() first")
+        state = self.state
+        return {
+            "row": state.market.row,
+            "equity": state.market.equity,
+            "weights": state.market.weights,
+            "start_equity": state.start_equity,
+            "peak_equity": state.peak_equity,
+            "age": state.age,
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a saved state of an environment of the same size on the same bars."""
+        if state["row"].shape[0] != self.num_envs:
+            raise ConfigError(f"state of {state['row'].shape[0]} environments given to {self.num_envs}")
+        put = {name: value.to(self.device) for name, value in state.items() if name != "generator"}
+        market = MarketState(put["row"], put["equity"], put["weights"])
+        self.state = EpisodeState(market, put["start_equity"], put["peak_equity"], put["age"])
+        self.generator.set_state(state["generator"].cpu())
+
+    def close(self) -> None:
+        """Nothing to release: the market is plain tensors."""

@@ -1,0 +1,244 @@
+"""The agent's network: trunks (encoder and memory), an action head, and one or two critics on top of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tailguard.envs.protocol import ActionSpace, Box
+from tailguard.models.actions import make_action_head
+from tailguard.models.critics import CategoricalCritic, CriticKind, DistributionalCritic, Projection, QuantileCritic, ScalarCritic
+from tailguard.models.encoder import Activation, Encoder
+from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
+from tailguard.validate import check_choice, check_count, check_range
+
+MemoryKind = Literal["separate", "shared", "none"]
+TwinTrunk = Literal["shared", "own"]
+
+AgentState = tuple[MemoryState, ...]
+"""One memory state for each trunk."""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The shape of the network."""
+
+    hidden: tuple[int, ...] = (64,)
+    """Widths of the encoder's layers before the memory; empty: the memory reads the observation itself."""
+    activation: Activation = "tanh"
+    """Non-linearity of the encoder: tanh, silu or relu."""
+    memory: MemoryKind = "separate"
+    """separate: actor and critic each have an encoder and an LSTM; shared: one for both; none: no memory."""
+    lstm_size: int = 64
+    """Units in an LSTM layer."""
+    lstm_layers: int = 1
+    """LSTM layers, 1 or 2."""
+    squash: bool = True
+    """Continuous actions: squash by tanh into the box; false clips instead, as Stable-Baselines3 does."""
+    std: Literal["global", "state"] = "global"
+    """Continuous actions: one standard deviation for all states, or one that depends on the state."""
+    log_std_init: float = -0.5
+    """Log of the first standard deviation, before squashing."""
+    log_std_bounds: tuple[float, float] = (-5.0, 1.0)
+    """The log standard deviation stays inside."""
+    critic: CriticKind = "quantile"
+    """Distribution learned beside the scalar value: quantile, categorical, or scalar for none."""
+    quantiles: int = 32
+    """Quantiles of the return that a distributional critic gives, at least 2."""
+    atoms: int = 51
+    """Atoms of a categorical critic, at least 2."""
+    support: tuple[float, float] = (-10.0, 10.0)
+    """Range of a categorical critic's atoms, in standard deviations of the return around its mean."""
+    projection: Projection = "hl_gauss"
+    """How a categorical critic spreads a target over its atoms: hl_gauss or two_hot."""
+    twin_critics: bool = False
+    """Two critics instead of one."""
+    twin_trunk: TwinTrunk = "shared"
+    """Whether the second critic reads the first one's encoder and memory or has its own."""
+
+    def __post_init__(self) -> None:
+        for width in self.hidden:
+            check_count("network.hidden", width)
+        check_choice("network.memory", self.memory, ("separate", "shared", "none"))
+        check_choice("network.critic", self.critic, ("quantile", "categorical", "scalar"))
+        check_choice("network.twin_trunk", self.twin_trunk, ("shared", "own"))
+        check_count("network.lstm_size", self.lstm_size)
+        check_range("network.lstm_layers", self.lstm_layers, low=1, high=2)
+        check_count("network.quantiles", self.quantiles, low=2)
+
+
+class Trunk(nn.Module):
+    """Encoder, then memory."""
+
+    def __init__(self, observation_size: int, config: NetworkConfig) -> None:
+        super().__init__()
+        self.encoder = Encoder(observation_size, config.hidden, config.activation)
+        width = self.encoder.output_size
+        self.memory: Memory = (
+            NoMemory(width) if config.memory == "none" else LSTMMemory(width, config.lstm_size, config.lstm_layers)
+        )
+        self.output_size = self.memory.output_size
+
+    @property
+    def remembers(self) -> bool:
+        return not isinstance(self.memory, NoMemory)
+
+    def step(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        """One row: obs [N, O] -> features [N, H] and the state after it."""
+        return self.memory.step(self.encoder(obs), state, episode_start)
+
+    def sequence(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """T rows: obs [T, N, O] -> features [T, N, H] and the state after the last one."""
+        return self.memory.sequence(self.encoder(obs), state, episode_start, inner_resets)
+
+
+class ReturnCritic(nn.Module):
+    """A scalar value, and beside it the distribution of the return, on the same features. Both in normalised units."""
+
+    def __init__(self, feature_size: int, config: NetworkConfig) -> None:
+        super().__init__()
+        self.value = ScalarCritic(feature_size)
+        self.distribution: DistributionalCritic | None = None
+        if config.critic == "quantile":
+            self.distribution = QuantileCritic(feature_size, config.quantiles)
+        elif config.critic == "categorical":
+            low, high = config.support
+            self.distribution = CategoricalCritic(feature_size, config.atoms, low, high, config.projection)
+
+    def forward(self, features: Tensor) -> CriticOutput:
+        distribution = None if self.distribution is None else self.distribution(features)
+        return CriticOutput(self.value(features), distribution)
+
+
+@dataclass(frozen=True)
+class CriticOutput:
+    """What one critic says, in normalised return units."""
+
+    value: Tensor
+    """The scalar head's output, [..., 1]."""
+    distribution: Tensor | None
+    """The distribution head's output, [..., Q]; None for a scalar critic."""
+
+
+@dataclass(frozen=True)
+class AgentOutput:
+    """What the network says of a batch of rows."""
+
+    parameters: Tensor
+    """Of the action distribution, [..., P]."""
+    critics: tuple[CriticOutput, ...]
+
+
+class ActorCritic(nn.Module):
+    """The whole network. Trunk 0 is the actor's; the critics read trunk 0 (shared), 1, or 1 and 2 (own trunks)."""
+
+    def __init__(self, observation_size: int, action_space: ActionSpace, config: NetworkConfig) -> None:
+        super().__init__()
+        self.config = config
+        critics = 2 if config.twin_critics else 1
+        if config.memory == "shared":
+            self.critic_trunks: tuple[int, ...] = (0,) * critics
+        elif config.twin_critics and config.twin_trunk == "own":
+            self.critic_trunks = (1, 2)
+        else:
+            self.critic_trunks = (1,) * critics
+        self.trunks = nn.ModuleList(Trunk(observation_size, config) for _ in range(max(self.critic_trunks) + 1))
+        width = self._trunk(0).output_size
+        options: dict[str, Any] = {}
+        if isinstance(action_space, Box):
+            options = {
+                "squash": config.squash,
+                "std": config.std,
+                "log_std_init": config.log_std_init,
+                "log_std_bounds": config.log_std_bounds,
+            }
+        self.action_head = make_action_head(width, action_space, **options)
+        self.critics = nn.ModuleList(ReturnCritic(width, config) for _ in range(critics))
+
+    def _trunk(self, index: int) -> Trunk:
+        trunk = self.trunks[index]
+        assert isinstance(trunk, Trunk)  # ModuleList forgets what it holds
+        return trunk
+
+    def each_critic(self) -> Sequence[ReturnCritic]:
+        return [critic for critic in self.critics if isinstance(critic, ReturnCritic)]
+
+    @property
+    def remembers(self) -> bool:
+        return self._trunk(0).remembers
+
+    def initial_state(self, n: int) -> AgentState:
+        """States of n environments that have seen nothing, for every trunk."""
+        return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
+
+    def act(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state."""
+        features, state = self._trunk(0).step(obs, state, episode_start)
+        return self.action_head(features), state
+
+    def forward(
+        self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
+    ) -> AgentOutput:
+        """T rows for actor and critics: obs [T, N, O], episode_start [T, N], the states before the first row."""
+        features = [
+            self._trunk(index).sequence(obs, state[index], episode_start, inner_resets)[0]
+            for index in range(len(self.trunks))
+        ]
+        critics = zip(self.each_critic(), self.critic_trunks, strict=True)
+        return AgentOutput(
+            self.action_head(features[0]), tuple(critic(features[trunk]) for critic, trunk in critics)
+        )
+
+    @torch.no_grad()
+    def evaluate(
+        self, obs: Tensor, final_obs: Mapping[int, Tensor], state: AgentState, episode_start: Tensor
+    ) -> tuple[tuple[CriticOutput, ...], tuple[dict[int, CriticOutput], ...], AgentState]:
+        """What every critic says of a rollout and of the successors of the rows in `final_obs`.
+
+        obs [T, N, O], episode_start [T, N]; `final_obs` maps each row t after which an episode ended, and the last row,
+        to the true next observations [N, O]. A successor is read once, from the state after row t, without a reset.
+        Returns the critics' outputs [T, N], their outputs for the successors, and the critics' states after the last
+        row (the actor's state is returned as it was given, unless a critic shares it).
+        """
+        after = list(state)
+        features: dict[int, Tensor] = {}
+        successors: dict[int, dict[int, Tensor]] = {}
+        for index in sorted(set(self.critic_trunks)):
+            trunk = self._trunk(index)
+            features[index], successors[index], after[index] = _with_successors(
+                trunk, obs, final_obs, state[index], episode_start
+            )
+        outputs, next_outputs = [], []
+        for critic, trunk_index in zip(self.each_critic(), self.critic_trunks, strict=True):
+            outputs.append(critic(features[trunk_index]))
+            next_outputs.append({row: critic(found) for row, found in successors[trunk_index].items()})
+        return tuple(outputs), tuple(next_outputs), tuple(after)
+
+
+def _with_successors(
+    trunk: Trunk, obs: Tensor, final_obs: Mapping[int, Tensor], state: MemoryState, episode_start: Tensor
+) -> tuple[Tensor, dict[int, Tensor], MemoryState]:
+    """Features of T rows, features of the successors of the rows in `final_obs`, and the state after the last row.
+
+    One fused call from each boundary to the next; at a boundary the state after the row is at hand, and the successor
+    takes one step from it.
+    """
+    never = torch.zeros_like(episode_start[0])
+    if not trunk.remembers:
+        everything, _ = trunk.sequence(obs, state, episode_start)
+        return everything, {row: trunk.step(last, state, never)[0] for row, last in final_obs.items()}, state
+    pieces: list[Tensor] = []
+    successors: dict[int, Tensor] = {}
+    first = 0
+    for row in sorted(final_obs):
+        found, state = trunk.sequence(obs[first : row + 1], state, episode_start[first : row + 1], inner_resets=False)
+        pieces.append(found)
+        successors[row], _ = trunk.step(final_obs[row], state, never)
+        first = row + 1
+    return torch.cat(pieces), successors, state

@@ -1,0 +1,52 @@
+"""Figures of finished episodes: their returns, lengths and what the environment said of them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+WINDOW = 100
+"""Episodes that the running means cover, as in Stable-Baselines3."""
+
+
+class EpisodeTracker:
+    """Sums rewards to episode returns across rollouts and keeps the last `WINDOW` finished episodes."""
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self.lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
+        self.finished: deque[dict[str, float]] = deque(maxlen=WINDOW)
+        self.count = 0
+        """Episodes finished so far."""
+
+    def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: dict[str, Tensor]) -> None:
+        """Take in a rollout, [T, N] each; reads the device once."""
+        counted = torch.where(valid, rewards.double(), 0.0)
+        last_rows = ended.any(dim=1).nonzero().flatten().tolist()
+        first = 0
+        for row in [*last_rows, None]:
+            stretch = slice(first, None if row is None else row + 1)
+            self.returns += counted[stretch].sum(0)
+            self.lengths += valid[stretch].sum(0)
+            if row is None:
+                break
+            self._finish(row, ended[row] & valid[row], outcome)
+            self.returns.masked_fill_(ended[row], 0.0)
+            self.lengths.masked_fill_(ended[row], 0)
+            first = row + 1
+
+    def _finish(self, row: int, finished: Tensor, outcome: dict[str, Tensor]) -> None:
+        pnl = outcome.get("pnl")
+        for index in finished.nonzero().flatten().tolist():
+            figures = {"return": float(self.returns[index]), "length": float(self.lengths[index])}
+            if pnl is not None:
+                figures["pnl"] = float(pnl[row, index])
+            self.finished.append(figures)
+            self.count += 1
+
+    def mean(self, name: str) -> float:
+        """Mean over the last finished episodes; NaN before the first one."""
+        found = [episode[name] for episode in self.finished if name in episode]
+        return sum(found) / len(found) if found else float("nan")

@@ -1,0 +1,79 @@
+"""The live line while an agent trains, and plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, Self
+
+PLAIN_LINE_SECONDS = 10.0
+"""Least time between two plain lines in a log."""
+
+
+class Progress:
+    """Shows steps, rate, reward, KL and time left. With `shown` false it does nothing at all."""
+
+    def __init__(self, total: int, shown: bool = True, label: str = "training") -> None:
+        self.total, self.shown, self.label = total, shown, label
+        self.bar: Any = None
+        self.task: Any = None
+        self.console: Any = None
+        self.last_line = 0.0
+
+    def __enter__(self) -> Self:
+        if not self.shown:
+            return self
+        # rich is for people; the numeric core runs without it.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.console = Console()
+        if self.console.is_terminal:
+            self.bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TaskProgressColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=self.console,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task(self.label, total=self.total, figures="")
+        return self
+
+    def show(self, done: int, metrics: dict[str, float]) -> None:
+        """Update the line."""
+        if not self.shown:
+            return
+        figures = describe(metrics)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=min(done, self.total), figures=figures)
+        elif time.monotonic() - self.last_line >= PLAIN_LINE_SECONDS or done >= self.total:
+            self.last_line = time.monotonic()
+            self.console.print(f"{self.label} {done:,} / {self.total:,} steps  {figures}", soft_wrap=True)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def describe(metrics: dict[str, float]) -> str:
+    """The few figures worth watching, in words."""
+    parts = []
+    rate = metrics.get("time/fps", math.nan)
+    if math.isfinite(rate):
+        parts.append(f"{rate / 1000:.1f} k/s" if rate >= 1000 else f"{rate:.0f}/s")
+    pnl = metrics.get("rollout/ep_pnl_mean", math.nan)
+    reward = metrics.get("rollout/ep_rew_mean", math.nan)
+    if math.isfinite(pnl):
+        parts.append(f"P&L {100 * pnl:+.2f} %/episode")
+    elif math.isfinite(reward):
+        parts.append(f"reward {reward:.4g}")
+    kl = metrics.get("train/approx_kl", math.nan)
+    if math.isfinite(kl):
+        parts.append(f"KL {kl:.3f}")
+    warnings = sum(value for name, value in metrics.items() if name.startswith("warn/"))
+    parts.append(f"{warnings:.0f} warnings" if warnings else "")
+    return "  ".join(part for part in parts if part)

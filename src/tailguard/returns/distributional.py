@@ -1,0 +1,56 @@
+"""Sample-replacement targets SR(λ) for distributional critics (Nam, Kim & Park 2021, GMAC)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def draw_continuations(
+    shape: Sequence[int],
+    lam: float | Tensor,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The coins of SR(λ): a bool tensor of `shape`, each True with probability λ (a number or a 0-dim tensor)."""
+    return torch.rand(tuple(shape), generator=generator, device=device) < lam
+
+
+@torch.no_grad()
+def sr_lambda_targets(
+    rewards: Tensor,
+    next_quantiles: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    gamma: float | Tensor,
+    continuations: Tensor,
+) -> Tensor:
+    """Q samples of the distributional λ-return for every step, carried backwards through the rollout.
+
+    X_t^i = r_t + γ·X_{t+1}^i where sample i continues, r_t + γ·θ_i(o'_t) where it bootstraps, r_t where the episode
+    terminated. Samples continue with probability λ inside an episode, never past a truncation or the rollout's end.
+    The fixed point is the distribution of the return for every λ; repeated projection on Q quantiles costs tail mass,
+    the less the larger λ is (use λ ≥ 0.95).
+
+    rewards:                [T, N]
+    next_quantiles:         [T, N, Q], midpoint quantiles θ of the real successor o'_t (see `gae`)
+    terminated, truncated:  [T, N] bool
+    gamma:                  a number or 0-dim tensor
+    continuations:          [T, N, Q] bool, from `draw_continuations`
+    returns:                [T, N, Q]
+    """
+    # A sample bootstraps at most once, at a step its coins choose without looking at i. So sample i may always take the
+    # i-th quantile: averaged over i this is the mixture Σ_k (1−λ)λ^k of k-step targets itself, with the successor's
+    # quantiles drawn stratified (each once) instead of with replacement.
+    targets = next_quantiles.masked_fill(terminated.unsqueeze(-1), 0.0)
+    continues = continuations & ~(terminated | truncated).unsqueeze(-1)
+    discount = torch.ones_like(targets[0]) * gamma
+    # Starting from the last bootstrap makes both sides of the last choice equal: no sample continues past the end.
+    samples = targets[-1]
+    for t in reversed(range(rewards.shape[0])):
+        successors = torch.where(continues[t], samples, targets[t])
+        samples = torch.addcmul(rewards[t].unsqueeze(-1), discount, successors, out=targets[t])
+    return targets
