@@ -1,0 +1,25 @@
+"""What the learner aims at: advantages, λ-returns, distributional targets, and their scales."""
+
+from tailguard.returns.distributional import draw_continuations, sr_lambda_targets
+from tailguard.returns.gae import gae, lambda_returns
+from tailguard.returns.normalise import (
+    AdvantageMode,
+    MomentsChange,
+    RunningMoments,
+    normalise_advantages,
+    popart_rescale,
+    rescale_moments,
+)
+
+__all__ = [
+    "AdvantageMode",
+    "MomentsChange",
+    "RunningMoments",
+    "draw_continuations",
+    "gae",
+    "lambda_returns",
+    "normalise_advantages",
+    "popart_rescale",
+    "rescale_moments",
+    "sr_lambda_targets",
+]

@@ -1,0 +1,217 @@
+"""Running statistics of observations and returns, advantage normalisation, and PopArt.
+
+Statistics are kept and computed in float64: their cost is small, and rounding in float32 divided by a small standard
+deviation turns into signal. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tailguard.errors import ConfigError
+
+AdvantageMode = Literal["global", "per_env", "off"]
+
+# Observations and returns arrive as float32: what varies less than this share of its mean is rounding, not signal.
+_FLOAT32_RESOLUTION = 2.0**-23
+
+# The powers of the gradient that Adam and its relatives average.
+_MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+
+
+def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and sum of squared deviations along the first dimension, over the valid entries, in float64.
+
+    samples: [M, ...]; valid: bool, broadcastable to samples. Invalid entries are selected away, so they may hold NaN.
+    """
+    samples = torch.where(valid, samples.double(), 0.0)
+    count = valid.sum(0).double()
+    divisor = count.clamp_min(1.0)
+    centre = samples.sum(0) / divisor
+    deviations = torch.where(valid, samples - centre, 0.0)
+    # The deviations would sum to zero but for the rounding of `centre`; taking their sum out makes both figures good to
+    # the last digits even when the mean is 1e8 standard deviations away from zero.
+    slip = deviations.sum(0)
+    mean = centre + slip / divisor
+    squares = (deviations.square().sum(0) - slip.square() / divisor).clamp_min(0.0)
+    return count, mean, squares
+
+
+@dataclass(frozen=True)
+class MomentsChange:
+    """What one update did to the statistics; every field is float64 of the statistics' shape."""
+
+    old_mean: Tensor
+    old_std: Tensor
+    new_mean: Tensor
+    new_std: Tensor
+    mean_shift: Tensor
+    """How far the mean moved, in old standard deviations; 0 at the first update, which has nothing to move from."""
+    std_ratio: Tensor
+    """New standard deviation over the old; 1 at the first update."""
+
+
+class RunningMoments:
+    """Mean and standard deviation of a stream of batches; they change in `update` and nowhere else.
+
+    With `decay` 1 every sample ever seen counts the same. With `decay` d < 1 a batch seen k updates ago counts d^k, so
+    the memory is about 1/(1−d) updates; the weights are always divided by their sum, hence no start-up bias.
+
+    The state tensors keep their storage, so a captured CUDA graph that normalises with them sees each update.
+    Before the first update `normalise` is the identity.
+    """
+
+    mean: Tensor
+    """[*shape] float64"""
+    squares: Tensor
+    """[*shape] float64: weighted sum of squared deviations from the mean"""
+    count: Tensor
+    """[] float64: sum of the weights of all samples seen"""
+    std: Tensor
+    """[*shape] float64, from the three above: population standard deviation, 1 for what does not vary"""
+
+    def __init__(self, shape: Sequence[int] = (), decay: float = 1.0, device: torch.device | str | None = None) -> None:
+        if not 0.0 < decay <= 1.0:
+            raise ConfigError(f"decay {decay} of running statistics is outside (0, 1]; 1 remembers everything")
+        self.decay = decay
+        self.mean = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
+        self.squares = torch.zeros_like(self.mean)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.std = torch.ones_like(self.mean)
+
+    @torch.no_grad()
+    def update(self, batch: Tensor, mask: Tensor | None = None) -> MomentsChange:
+        """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983); rows where mask [...] is False do not count."""
+        rows = batch.reshape(-1, *self.mean.shape)
+        if mask is None:
+            mask = torch.ones(rows.shape[0], dtype=torch.bool, device=batch.device)
+        batch_count, batch_mean, batch_squares = _moments(rows, mask.reshape(-1, *[1] * self.mean.dim()))
+        batch_count = batch_count.reshape(())
+
+        first = self.count == 0.0
+        old_count = self.decay * self.count
+        total = old_count + batch_count
+        batch_share = batch_count / torch.where(total > 0.0, total, 1.0)
+        gap = batch_mean - self.mean
+        old_mean, old_std = self.mean.clone(), self.std.clone()
+        self.mean.add_(gap * batch_share)
+        self.squares.mul_(self.decay).add_(batch_squares).add_(gap.square() * old_count * batch_share)
+        self.count.copy_(total)
+        self._refresh_std()
+        return MomentsChange(
+            old_mean=old_mean,
+            old_std=old_std,
+            new_mean=self.mean.clone(),
+            new_std=self.std.clone(),
+            mean_shift=torch.where(first, 0.0, (self.mean - old_mean).abs() / old_std),
+            std_ratio=torch.where(first, 1.0, self.std / old_std),
+        )
+
+    def normalise(self, x: Tensor, clip: float | None = None) -> Tensor:
+        """(x − mean) / std for x [..., *shape], cut to [−clip, clip] if a clip is given; dtype of x."""
+        scaled = (x.double() - self.mean) / self.std
+        if clip is not None:
+            scaled = scaled.clamp(-clip, clip)
+        return scaled.to(x.dtype)
+
+    def denormalise(self, x: Tensor) -> Tensor:
+        """The inverse of `normalise` without a clip; dtype of x."""
+        return (x.double() * self.std + self.mean).to(x.dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all that is needed to go on from here."""
+        return {"mean": self.mean.clone(), "squares": self.squares.clone(), "count": self.count.clone()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a saved state, in the present storage."""
+        for name, mine in (("mean", self.mean), ("squares", self.squares), ("count", self.count)):
+            if state[name].shape != mine.shape:
+                raise ConfigError(
+                    f"running statistics: saved {name} has shape {tuple(state[name].shape)}, this agent needs "
+                    f"{tuple(mine.shape)}; use the observations (features, window) the agent was saved with"
+                )
+            mine.copy_(state[name])
+        self._refresh_std()
+
+    def _refresh_std(self) -> None:
+        std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
+        self.std.copy_(torch.where(std <= _FLOAT32_RESOLUTION * self.mean.abs(), 1.0, std))
+
+
+@torch.no_grad()
+def normalise_advantages(
+    advantages: Tensor, valid: Tensor | None = None, mode: AdvantageMode = "global"
+) -> tuple[Tensor, Tensor]:
+    """(A − mean) / std with the sample standard deviation; to be called once for a whole optimisation group.
+
+    There is no floor in reward units, so the result does not depend on the scale of the rewards. Where the advantages
+    vary by no more than rounding they carry no signal: they become zeros, and the flag says so. A single valid entry
+    is returned as it is. Invalid entries come back as zeros in every mode and influence nothing.
+
+    advantages:  "global", "off": any shape; "per_env": [T, N], each environment by its own mean and std, which gives
+                 all environments equal weight and is justified only if their reward scales are arbitrary
+    valid:       bool of the same shape, or None where every entry is valid
+    returns:     normalised advantages of the same shape and dtype, and the flag: bool [], or [N] for "per_env"
+    """
+    if valid is None:
+        valid = torch.ones_like(advantages, dtype=torch.bool)
+    if mode == "off":
+        return torch.where(valid, advantages, 0.0), torch.zeros((), dtype=torch.bool, device=advantages.device)
+    if mode == "global":
+        count, mean, squares = _moments(advantages.reshape(-1), valid.reshape(-1))
+    elif mode == "per_env":
+        if advantages.dim() != 2:
+            raise ConfigError(
+                f"per_env advantage normalisation needs advantages [T, N], got shape {tuple(advantages.shape)}; "
+                f"normalise before the rollout is flattened, or use mode 'global'"
+            )
+        count, mean, squares = _moments(advantages, valid)
+    else:
+        raise ConfigError(f"advantage normalisation {mode!r} is unknown; use 'global', 'per_env' or 'off'")
+
+    std = (squares / (count - 1.0).clamp_min(1.0)).sqrt()
+    rms = (mean.square() + squares / count.clamp_min(1.0)).sqrt()
+    enough = count >= 2.0
+    degenerate = enough & (std <= 1e-6 * (mean.abs() + rms) + 1e-12)
+    scaled = torch.where(degenerate, 0.0, (advantages.double() - mean) / std)
+    scaled = torch.where(enough, scaled, advantages.double())
+    return torch.where(valid, scaled, 0.0).to(advantages.dtype), degenerate
+
+
+@torch.no_grad()
+def popart_rescale(
+    weight: Tensor, bias: Tensor, old_mean: Tensor, old_std: Tensor, new_mean: Tensor, new_std: Tensor
+) -> None:
+    """Rewrite a linear head in place so that its raw predictions survive a change of statistics (van Hasselt 2016).
+
+    The head predicts (raw − mean) / std. With W ← W·σ/σ' and b ← (σ·b + μ − μ')/σ' the raw prediction σ'(Wx + b) + μ'
+    is what σ(Wx + b) + μ was before.
+
+    weight: [Q, H]; bias: [Q]; the statistics: 0-dim tensors
+    """
+    weight.copy_(weight.double() * (old_std / new_std))
+    bias.copy_((bias.double() * old_std + (old_mean - new_mean)) / new_std)
+
+
+@torch.no_grad()
+def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Tensor, loss_degree: int) -> None:
+    """Carry an optimiser's gradient averages for a PopArt head over to the new units, in place.
+
+    A loss on normalised residuals that is homogeneous of degree p (2: squared error, 1: pinball) is multiplied by
+    (σ/σ')^p when the units change, and the head's weight and bias enter it multiplied by σ/σ'; so their gradient is
+    multiplied by (σ/σ')^(p−1). Averages of gradients and of their squares scaled alike are exactly those that the whole
+    past would have left in the new units: the optimiser's next step is the one it would take had the units always been
+    the new ones. For pinball the factor is 1, since its gradient knows no units.
+
+    moments: the optimiser's state of one parameter, `optimiser.state[parameter]`
+    """
+    gradient_factor = (old_std / new_std) ** (loss_degree - 1)
+    for name, power in _MOMENT_POWERS.items():
+        if name in moments:
+            moments[name].mul_(gradient_factor**power)
