@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tailguard.market.costs import over_assets
 from tailguard.market.tables import Rates
+
+
+class Account(NamedTuple):
+    """Accounts at one moment of a bar, as shares of the equity before the step."""
+
+    equity: Tensor
+    """[N, 1]"""
+    positions: Tensor
+    """Signed values at that moment's prices, [N, A]."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +37,27 @@ class Liquidation:
         return self.equity - self.shortfall + self.fee
 
 
-def margin_excess(equity: Tensor, positions: Tensor, rates: Rates) -> Tensor:
-    """Equity above the maintenance margin of these position values [N, A], as [N, 1]; at zero or below: liquidation."""
-    return equity - rates.maintenance_margin * over_assets(positions.abs())
+def margin_excess(account: Account, rates: Rates) -> Tensor:
+    """Equity above the maintenance margin of the positions, [N, 1]; at zero or below: liquidation."""
+    return account.equity - rates.maintenance_margin * over_assets(account.positions.abs())
 
 
-def liquidate(equity: Tensor, positions: Tensor, worst: Tensor, rates: Rates) -> Liquidation:
-    """Close the account where its margin runs out on the way from the fill to the bar's worst prices.
+def revalue(account: Account, change: Tensor) -> Account:
+    """The account after its positions' values changed by this much, [N, A]."""
+    return Account(account.equity + over_assets(change), account.positions + change)
 
-    Equity, notional and with them the excess over the maintenance margin move in a straight line from the fill
-    (`equity`, `positions`) to the worst prices, which change the positions' values by `worst` [N, A]. The close is
-    where the excess is zero, which for one asset is its liquidation price. An account that is below its margin from
-    the start, as after a gap, is closed right there.
+
+def liquidate(account: Account, worst: Tensor, rates: Rates) -> Liquidation:
+    """Close the account where its margin runs out on the way to the bar's worst prices.
+
+    Equity, notional and with them the excess over the maintenance margin move in a straight line from here to the
+    worst prices, which change the positions' values by `worst` [N, A]. The close is where the excess is zero, which
+    for one asset is its liquidation price. An account that is below its margin from the start is closed right there.
     """
-    excess = margin_excess(equity, positions, rates)
-    worst_excess = margin_excess(equity + over_assets(worst), positions + worst, rates)
+    excess = margin_excess(account, rates)
+    worst_excess = margin_excess(revalue(account, worst), rates)
     share = (excess / torch.maximum(excess - worst_excess, rates.tiny)).clamp(0, 1)
-    fee = rates.liquidation_fee * over_assets((positions + share * worst).abs())
-    left = equity + share * over_assets(worst) - fee
+    closed = revalue(account, share * worst)
+    fee = rates.liquidation_fee * over_assets(closed.positions.abs())
+    left = closed.equity - fee
     return Liquidation(left.clamp(min=0), fee, left.clamp(max=0).neg())

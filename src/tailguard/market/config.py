@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tailguard.errors import ConfigError
 from tailguard.validate import check_range
 
 
@@ -12,7 +13,8 @@ class MarketConfig:
     """Costs, margin and size of the account. Rates are fractions: 0.0005 is 5 basis points."""
 
     capital: float = 100_000.0
-    """Equity at the start of an episode, in quote currency; it sets how large orders are against the market's volume."""
+    """Equity at the start of an episode, in quote currency, above 0 to 1e15; it sets how large orders are against the
+    market's volume."""
     fee: float = 0.0005
     """Taker fee on the traded notional, 0 to 0.05."""
     half_spread: float = 0.0001
@@ -37,10 +39,10 @@ class MarketConfig:
     liquidation_fee: float = 0.005
     """Fee on the notional closed in a liquidation, 0 to 0.1."""
     volatility_halflife: float = 24.0
-    """Half-life in hours of the trailing daily volatility and volume that the impact uses, above 0."""
+    """Half-life in hours of the trailing daily volatility and volume that the impact uses, above 0 to 10,000."""
 
     def __post_init__(self) -> None:
-        check_range("market.capital", self.capital, low=0, low_open=True)
+        check_range("market.capital", self.capital, low=0, low_open=True, high=1e15)
         check_range("market.fee", self.fee, low=0, high=0.05)
         check_range("market.half_spread", self.half_spread, low=0, high=0.05)
         check_range("market.impact", self.impact, low=0, high=10)
@@ -50,4 +52,9 @@ class MarketConfig:
         check_range("market.leverage", self.leverage, low=0, low_open=True, high=125)
         check_range("market.maintenance_margin", self.maintenance_margin, low=0, high=0.5)
         check_range("market.liquidation_fee", self.liquidation_fee, low=0, high=0.1)
-        check_range("market.volatility_halflife", self.volatility_halflife, low=0, low_open=True)
+        check_range("market.volatility_halflife", self.volatility_halflife, low=0, low_open=True, high=10_000)
+        if self.leverage * self.maintenance_margin >= 1:
+            raise ConfigError(
+                f"market.leverage: {self.leverage:g} with market.maintenance_margin {self.maintenance_margin:g} would "
+                "liquidate every full position at its fill; their product must be below 1"
+            )

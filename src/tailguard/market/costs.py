@@ -22,19 +22,21 @@ def impact_cost(traded: Tensor, equity: Tensor, coefficient: Tensor) -> Tensor:
     return over_assets(traded * coefficient * (traded * equity).sqrt())
 
 
-def funding_cost(value: Tensor, gross: Tensor, rate: Tensor, market: Market) -> Tensor:
-    """Funding due at the bar's close on the position held over it, [N, 1]; negative where a short receives it.
+def funding_cost(value: Tensor, rate: Tensor, market: Market) -> Tensor:
+    """Funding due at the bar's close on the position values there, [N, A] -> [N, 1]; below zero: received.
 
-    `value` and `gross` are the signed and the absolute position values at the close, [N, A].
+    Observed rates are paid by longs to shorts, an assumed rate is a cost to both.
     """
-    return over_assets(rate * (value if market.signed_funding else gross))
+    return over_assets(rate * (value if market.signed_funding else value.abs()))
 
 
-def borrow_cost(filled: Tensor, equity: Tensor, market: Market) -> Tensor:
-    """Interest for one bar on short notional and on the cash that longs borrow, [N, 1]."""
-    zero = torch.zeros_like(equity)
+def borrow_cost(positions: Tensor, equity: Tensor, market: Market) -> Tensor:
+    """Interest for one bar on short notional and on the cash that longs borrow, [N, 1].
+
+    Short proceeds are collateral: they do not pay for longs.
+    """
     if not market.charges_borrow:
-        return zero
-    short = over_assets(filled.clamp(max=0)).neg()
-    long = over_assets(filled.clamp(min=0))
-    return market.rates.borrow_per_bar * (short + torch.maximum(long - equity, zero))
+        return torch.zeros_like(equity)
+    short = over_assets(positions.clamp(max=0)).neg()
+    long = over_assets(positions.clamp(min=0))
+    return market.rates.borrow_per_bar * (short + (long - equity).clamp(min=0))

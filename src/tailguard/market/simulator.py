@@ -8,22 +8,23 @@ before fees, and the account is carried to the close of bar t+1:
     position               v  = w·(1 + gap) + Δ
     equity at the close    e  = e₀ − fee − spread − impact + Σ v·move − funding − borrow
 
-All of these are shares of the equity before the step. If equity falls to the maintenance margin, at the open or at
-the bar's worst price, the account is liquidated.
+All of these are shares of the equity before the step. Where equity falls to the maintenance margin, the account is
+liquidated: at the open before it trades, inside the bar on the way to its worst prices, or at the close, when funding
+and borrow are due.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tailguard.flags import may_hold_any
-from tailguard.market.account import liquidate, margin_excess
+from tailguard.market.account import Account, liquidate, margin_excess, revalue
 from tailguard.market.costs import borrow_cost, funding_cost, impact_cost, over_assets
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Market
+from tailguard.market.tables import Market, Rates
 
 COST_KINDS = ("fee", "spread", "impact", "funding", "borrow", "liquidation")
 
@@ -50,7 +51,7 @@ class Transition:
     shortfall: Tensor
     """Loss beyond the account's equity, which the exchange bears."""
     turnover: Tensor
-    """Absolute value traded."""
+    """Absolute value traded by order; a forced close is not in it."""
     unfilled: Tensor
     """Absolute value wanted but beyond the bar's capacity."""
     liquidated: Tensor
@@ -71,102 +72,100 @@ def step(
     """
     rates = market.rates
     row = state.row + 1
-    gap, move, low, high, coefficient, capacity, funding_rate = market.table.index_select(0, row).unbind(1)
+    gap, move, low, high, coefficient, capacity, funding_rate = market.table.index_select(1, row).unbind(0)
     equity = state.equity.unsqueeze(1)
 
     gap_gain = state.weights * gap
-    carried = state.weights + gap_gain
     gap_pnl = over_assets(gap_gain)
-    at_open = gap_pnl + rates.one
+    opened = Account(gap_pnl + rates.one, state.weights + gap_gain)
 
-    wanted = target * at_open - carried
+    wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
-    limit = capacity / torch.maximum(equity, rates.tiny)
-    order = torch.clamp(wanted, -limit, limit)
-    traded = order.abs()
+    wanted_size = wanted.abs()
+    traded = torch.minimum(wanted_size, capacity / torch.maximum(equity, rates.tiny))
     turnover = over_assets(traded)
     fee = rates.fee * turnover
     spread = rates.half_spread * turnover
     impact = impact_cost(traded, equity, coefficient)
     trading_cost = fee + spread + impact
-    filled = carried + order
-    after_trade = at_open - trading_cost
+    filled = Account(opened.equity - trading_cost, opened.positions + traded.copysign(wanted))
 
-    gain = filled * move
-    value = filled + gain
-    funding = funding_cost(value, value.abs(), funding_rate, market)
-    borrow = borrow_cost(filled, after_trade, market)
+    gain = filled.positions * move
+    value = filled.positions + gain
+    funding = funding_cost(value, funding_rate, market)
+    borrow = borrow_cost(filled.positions, filled.equity, market)
     pnl = gap_pnl + over_assets(gain)
     net = pnl - (trading_cost + funding + borrow)
-    grown = net + rates.one
+    closed = Account(net + rates.one, value)
 
-    worst = torch.minimum(filled * low, filled * high)
+    worst = torch.minimum(filled.positions * low, filled.positions * high)
     excess = torch.minimum(
-        margin_excess(at_open, carried, rates),
-        torch.minimum(
-            margin_excess(after_trade + over_assets(worst), filled + worst, rates), margin_excess(grown, value, rates)
-        ),
+        margin_excess(opened, rates),
+        torch.minimum(margin_excess(revalue(filled, worst), rates), margin_excess(closed, rates)),
     )
+    liquidated = excess <= rates.zero
     nothing = torch.zeros_like(net)
+    booked = {
+        "net": net,
+        "pnl": pnl,
+        "fee": fee,
+        "spread": spread,
+        "impact": impact,
+        "funding": funding,
+        "borrow": borrow,
+        "liquidation": nothing,
+        "shortfall": nothing,
+        "turnover": turnover,
+        "unfilled": over_assets(wanted_size) - turnover,
+    }
+    weights = value / closed.equity
+    if may_hold_any(liquidated):
+        weights = weights.masked_fill(liquidated, 0)
+        booked |= _forced_closes(booked, liquidated, rates, opened, filled, closed, worst)
     transition = Transition(
-        net=net,
-        pnl=pnl,
-        fee=fee,
-        spread=spread,
-        impact=impact,
-        funding=funding,
-        borrow=borrow,
-        liquidation=nothing,
-        shortfall=nothing,
-        turnover=turnover,
-        unfilled=over_assets(wanted.abs()) - turnover,
-        liquidated=excess <= 0,
+        **{name: amount.squeeze(1) for name, amount in booked.items()}, liquidated=liquidated.squeeze(1)
     )
-    weights = value / grown
-    if may_hold_any(transition.liquidated):
-        weights = weights.masked_fill(transition.liquidated, 0)
-        transition = _with_liquidations(transition, market, at_open, carried, after_trade, filled, worst)
-    transition = Transition(*(getattr(transition, field.name).squeeze(1) for field in fields(Transition)))
     return MarketState(row, torch.addcmul(state.equity, state.equity, transition.net), weights), transition
 
 
-def _with_liquidations(
-    usual: Transition,
-    market: Market,
-    at_open: Tensor,
-    carried: Tensor,
-    after_trade: Tensor,
-    filled: Tensor,
+def _forced_closes(
+    booked: dict[str, Tensor],
+    liquidated: Tensor,
+    rates: Rates,
+    opened: Account,
+    filled: Account,
+    closed: Account,
     worst: Tensor,
-) -> Transition:
-    """The transition with the forced closes booked, [N, 1] fields: at the open, before any trade, or inside the bar."""
-    rates = market.rates
-    at_gap = margin_excess(at_open, carried, rates) <= 0
+) -> dict[str, Tensor]:
+    """What changes in the books, [N, 1] each, when each liquidated account closes at the first moment without margin.
+
+    What would have come after that moment never happens: neither the trade, nor funding and borrow.
+    """
+    at_open = margin_excess(opened, rates) <= rates.zero
+    before_close = at_open | (margin_excess(revalue(filled, worst), rates) <= rates.zero)
+    nothing = torch.zeros_like(booked["net"])
+
+    def first_of(opening: Tensor, filling: Tensor, closing: Tensor) -> Tensor:
+        return torch.where(at_open, opening, torch.where(before_close, filling, closing))
+
     forced = liquidate(
-        torch.where(at_gap, at_open, after_trade),
-        torch.where(at_gap, carried, filled),
+        Account(
+            first_of(opened.equity, filled.equity, closed.equity),
+            first_of(opened.positions, filled.positions, closed.positions),
+        ),
         worst,
         rates,
     )
-    nothing = torch.zeros_like(usual.net)
-    fee, spread, impact = (torch.where(at_gap, nothing, cost) for cost in (usual.fee, usual.spread, usual.impact))
-    chosen = usual.liquidated
-
-    def where(otherwise: Tensor, usually: Tensor) -> Tensor:
-        return torch.where(chosen, otherwise, usually)
-
-    return replace(
-        usual,
-        net=where(forced.equity - 1, usual.net),
-        pnl=where(forced.before_fee - 1 + (fee + spread + impact), usual.pnl),
-        fee=fee,
-        spread=spread,
-        impact=impact,
-        funding=where(nothing, usual.funding),
-        borrow=where(nothing, usual.borrow),
-        liquidation=where(forced.fee, nothing),
-        shortfall=where(forced.shortfall, nothing),
-        turnover=torch.where(at_gap, nothing, usual.turnover),
-        unfilled=torch.where(at_gap, nothing, usual.unfilled),
-    )
+    trade = ("fee", "spread", "impact", "turnover", "unfilled")
+    traded = {name: torch.where(at_open, nothing, booked[name]) for name in trade}
+    held = {name: torch.where(before_close, nothing, booked[name]) for name in ("funding", "borrow")}
+    costs = traded["fee"] + traded["spread"] + traded["impact"] + held["funding"] + held["borrow"]
+    return {
+        **traded,
+        **held,
+        "net": torch.where(liquidated, forced.equity - 1, booked["net"]),
+        "pnl": torch.where(liquidated, forced.before_fee - 1 + costs, booked["pnl"]),
+        "liquidation": torch.where(liquidated, forced.fee, nothing),
+        "shortfall": torch.where(liquidated, forced.shortfall, nothing),
+    }

@@ -31,13 +31,14 @@ funding   rate due on the notional held at the bar's close
 
 @dataclass(frozen=True)
 class Rates:
-    """The config's numbers as 0-dim tensors: they can change without recompiling, and mix with tensors at full speed."""
+    """The config's numbers as 0-dim tensors: they change without recompiling and mix with tensors at full speed."""
 
     fee: Tensor
     half_spread: Tensor
     maintenance_margin: Tensor
     liquidation_fee: Tensor
     borrow_per_bar: Tensor
+    zero: Tensor
     one: Tensor
     tiny: Tensor
     """Smallest positive number of the type: keeps the division by an emptied account's equity defined."""
@@ -48,7 +49,7 @@ class Market:
     """Bars as a simulator reads them. Memory grows with the bars, never with the number of environments."""
 
     table: Tensor
-    """[R, K, A], K as in `COLUMNS`."""
+    """[K, R, A], K as in `COLUMNS`."""
     segment: Tensor
     """Gap-free stretch each row belongs to, [R] int64."""
     time: Tensor
@@ -63,7 +64,7 @@ class Market:
 
     @property
     def rows(self) -> int:
-        return self.table.shape[0]
+        return self.table.shape[1]
 
     @property
     def assets(self) -> int:
@@ -87,40 +88,13 @@ def build_market(
 ) -> Market:
     """Work out the table for these bars and costs."""
     config = config or MarketConfig()
-    first = np.concatenate([[True], np.diff(panel.segment) != 0])
-    previous_close = np.vstack([panel.open[:1], panel.close[:-1]])
-    gap = np.where(first[:, None], 0.0, panel.open / previous_close - 1)
-    sigma_day, notional_day = _trailing_day(panel, config.volatility_halflife, first)
-    with np.errstate(divide="ignore"):
-        impact = config.impact * sigma_day * np.sqrt(config.capital / notional_day)
-    # A market without any volume yet has no price for size; its capacity is zero too, so no order meets this value.
-    impact = np.where(np.isfinite(impact), impact, 0.0)
-    capacity = config.participation * panel.volume * panel.open / config.capital
-    if np.isinf(config.participation):
-        capacity = np.full_like(panel.open, np.inf)
     signed = config.observed_funding and panel.funding is not None
-    rate = panel.funding if signed and panel.funding is not None else np.full_like(panel.open, config.funding_rate)
-    stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
-    columns = {
-        "gap": gap,
-        "move": panel.close / panel.open - 1,
-        "low": panel.low / panel.open - 1,
-        "high": panel.high / panel.open - 1,
-        "impact": impact,
-        "capacity": capacity,
-        "funding": stamps[:, None] * rate,
-    }
-    for name, values in columns.items():
-        bad = np.isnan(values) if name == "capacity" else ~np.isfinite(values)
-        if bad.any():
-            row, asset = np.argwhere(bad)[0]
-            raise BarsError(
-                f"{panel.symbols[min(int(asset), len(panel.symbols) - 1)]}: row {row + 1}: {name} is "
-                f"{values[row, asset]}, so this bar cannot be traded. Check the bars with: tailguard data check"
-            )
-    table = np.stack([columns[name] for name in COLUMNS], axis=1)
+    _check_volume(panel, config)
+    columns = _columns(panel, config)
+    table = torch.as_tensor(np.stack([columns[name] for name in COLUMNS]), dtype=dtype, device=device)
+    _check_finite(table, panel)
     return Market(
-        table=torch.as_tensor(table, dtype=dtype, device=device),
+        table=table,
         segment=torch.as_tensor(panel.segment.astype(np.int64), device=device),
         time=torch.as_tensor(panel.time, device=device),
         config=config,
@@ -132,9 +106,64 @@ def build_market(
     )
 
 
-def _rates(
-    config: MarketConfig, bars_per_year: float, dtype: torch.dtype, device: torch.device | str
-) -> Rates:
+def _columns(panel: Panel, config: MarketConfig) -> dict[str, Float]:
+    """The columns of the table by name, [R, A] each."""
+    first = np.concatenate([[True], np.diff(panel.segment) != 0])
+    previous_close = np.vstack([panel.open[:1], panel.close[:-1]])
+    gap = np.where(first[:, None], 0.0, panel.open / previous_close - 1)
+
+    sigma_day, notional_day = _trailing_day(panel, config.volatility_halflife, first)
+    traded_before = notional_day > 0
+    impact = config.impact * sigma_day * np.sqrt(config.capital / np.where(traded_before, notional_day, np.inf))
+    if np.isinf(config.participation):
+        capacity = np.full_like(panel.open, np.inf)
+    else:
+        capacity = config.participation * panel.volume * panel.open / config.capital
+    if config.impact > 0:
+        # Before the first trade there is no price for size, and an unpriced order would be a free one.
+        capacity = np.where(traded_before, capacity, 0.0)
+
+    stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
+    observed = panel.funding if config.observed_funding else None
+    funding = stamps[:, None] * (np.full_like(panel.open, config.funding_rate) if observed is None else observed)
+    return {
+        "gap": gap,
+        "move": panel.close / panel.open - 1,
+        "low": panel.low / panel.open - 1,
+        "high": panel.high / panel.open - 1,
+        "impact": impact,
+        "capacity": capacity,
+        "funding": funding,
+    }
+
+
+def _check_volume(panel: Panel, config: MarketConfig) -> None:
+    """Raise where an asset never trades although orders are limited or priced by its volume."""
+    silent = np.flatnonzero(~panel.volume.any(axis=0))
+    if silent.size and (config.impact > 0 or np.isfinite(config.participation)):
+        names = ", ".join(panel.symbols[asset] for asset in silent)
+        raise BarsError(
+            f"{names}: volume is 0 in every bar, so no order would ever fill. "
+            "Use bars with volume, or trade without it: market.participation=inf and market.impact=0"
+        )
+
+
+def _check_finite(table: Tensor, panel: Panel) -> None:
+    """Raise at the first value that would poison an account; only a capacity may be infinite."""
+    bad = ~torch.isfinite(table)
+    bad[COLUMNS.index("capacity")] = torch.isnan(table[COLUMNS.index("capacity")])
+    if bad.any():
+        column, row, asset = (int(index) for index in bad.nonzero()[0])
+        opened = np.datetime64(int(panel.time[row]), "ms").astype("datetime64[s]")
+        name = f"{panel.symbols[asset]}: " if len(panel.symbols) == panel.assets else ""
+        raise BarsError(
+            f"{name}row {row + 1} ({str(opened).replace('T', ' ')}): {COLUMNS[column]} is "
+            f"{float(table[column, row, asset])}, so this bar cannot be traded. "
+            "Check the bars with: tailguard data check"
+        )
+
+
+def _rates(config: MarketConfig, bars_per_year: float, dtype: torch.dtype, device: torch.device | str) -> Rates:
     def tensor(value: float) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=device)
 
@@ -144,6 +173,7 @@ def _rates(
         maintenance_margin=tensor(config.maintenance_margin),
         liquidation_fee=tensor(config.liquidation_fee),
         borrow_per_bar=tensor(config.borrow_rate / bars_per_year),
+        zero=tensor(0.0),
         one=tensor(1.0),
         tiny=tensor(torch.finfo(dtype).tiny),
     )
@@ -169,14 +199,18 @@ def _previous(values: Float, first: NDArray[np.bool_]) -> Float:
 
 
 def _ema(values: Float, decay: float, first: NDArray[np.bool_]) -> Float:
-    """Bias-corrected exponential average along rows, started anew at each segment's first row."""
-    out = np.empty_like(values)
-    total = np.zeros(values.shape[1])
-    weight = 0.0
-    for row, (value, restart) in enumerate(zip(values, first, strict=True)):
-        if restart:
-            total, weight = np.zeros(values.shape[1]), 0.0
-        total = decay * total + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        out[row] = total / weight
-    return out
+    """Bias-corrected exponential average along rows, started anew at each segment's first row.
+
+    Numerator and weight both follow y[t] = a[t]·y[t−1] + x[t], where a is the decay and 0 on first rows. After the pass
+    with shift s, y[t] holds the terms of the last 2s rows and a[t] the factor that carries what came before them, so
+    log₂(rows) passes over whole arrays replace a loop over rows.
+    """
+    carry = np.where(first, 0.0, decay)[:, None]
+    sums = np.concatenate([values, np.ones((len(values), 1))], axis=1)
+    shift = 1
+    while shift < len(values) and carry.any():
+        sums[shift:] += carry[shift:] * sums[:-shift]
+        carry[shift:] *= carry[:-shift]
+        shift *= 2
+    average: Float = sums[:, :-1] / sums[:, -1:]
+    return average
