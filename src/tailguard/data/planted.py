@@ -188,17 +188,21 @@ def follow(
     Row t is decided at the close of bar t from `state[t]` [T, A]; it fills at the open of bar t+1, after the return
     `gap[t + 1]` from the close before, and earns `move[t + 1]` from there to the close, [T, A] each.
     """
-    low, high = optimum.low[state], optimum.high[state]
     orders = np.full(gap.shape, np.nan)
-    weight = np.zeros(gap.shape[1])
-    for row in range(len(gap) - 1):
-        order = np.minimum(np.maximum(weight, low[row]), high[row])
-        trades = order != weight
-        np.copyto(orders[row], order, where=trades)
-        at_open = 1 + weight @ gap[row + 1]
-        carried = weight * (1 + gap[row + 1])
-        filled = np.where(trades, order * at_open, carried)
-        value = filled * (1 + move[row + 1])
-        paid = cost * np.abs(filled - carried).sum() + holding * np.abs(value).sum()
-        weight = value / (at_open + filled @ move[row + 1] - paid)
+    # Plain floats: one step needs the last, and for a handful of assets array operations cost more than they save.
+    columns = (optimum.low[state][:-1], optimum.high[state][:-1], gap[1:], move[1:])
+    weights = [0.0] * gap.shape[1]
+    for row, bar in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        at_open = 1 + sum(weight * opened for weight, opened in zip(weights, bar[2], strict=True))
+        equity, values = at_open, []
+        for asset, (weight, low, high, opened, moved) in enumerate(zip(weights, *bar, strict=True)):
+            target = min(max(weight, low), high)
+            carried = filled = weight * (1 + opened)
+            if target != weight:
+                orders[row, asset] = target
+                filled = target * at_open
+            value = filled * (1 + moved)
+            equity += value - filled - cost * abs(filled - carried) - holding * abs(value)
+            values.append(value)
+        weights = [value / equity for value in values]
     return orders

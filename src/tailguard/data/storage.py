@@ -1,0 +1,45 @@
+"""Writing bars so that a reader never meets half a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import polars as pl
+
+from tailguard.errors import ConfigError
+
+WRITABLE = (".parquet", ".csv", ".feather")
+
+
+def check_writable(path: Path) -> None:
+    """Raise unless the name says a format that can be written and the folder exists."""
+    if path.suffix not in WRITABLE:
+        raise ConfigError(f"{path}: cannot write {path.suffix or 'a name without suffix'}; use {', '.join(WRITABLE)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
+
+
+def write_frame(frame: pl.DataFrame, path: Path) -> None:
+    """Write a frame in the format of the path's suffix; the file is the old one or the new one, whenever it is read."""
+    check_writable(path)
+    # The process id keeps two writers apart; a leftover of a killed one is never read.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            if path.suffix == ".parquet":
+                frame.write_parquet(file)
+            elif path.suffix == ".csv":
+                frame.write_csv(file)
+            else:
+                frame.write_ipc(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
