@@ -81,7 +81,7 @@ def kl_k1(log_ratio: Tensor) -> Tensor:
 
 
 def kl_k3(log_ratio: Tensor) -> Tensor:
-    """(r − 1) − log r per sample: unbiased for KL(old‖new), never negative, low variance (Schulman 2020)."""
+    """(r − 1) − log r per sample: unbiased for KL(old‖new), never negative, low variance near r = 1 (Schulman 2020)."""
     return log_ratio.expm1() - log_ratio
 
 
