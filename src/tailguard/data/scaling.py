@@ -1,0 +1,133 @@
+"""Scaling of features: statistics of the training rows, stored with the run and applied everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailguard.data.table import FeatureTable
+from tailguard.errors import ConfigError
+
+Float = NDArray[np.float64]
+
+NORMAL_IQR = 1.3489795003921634
+"""Interquartile range of a standard normal: divides it out, so that a normal feature gets unit deviation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scaler:
+    """`(value − center) / scale`, clipped, for `F` features.
+
+    Center and scale are the median and the interquartile range of the training rows: returns and volumes have tails so
+    heavy that a handful of crash bars would set a standard deviation, and shrink every ordinary day with it. Where more
+    than half of the rows share one value (a funding rate at its default) the range is 0, and the standard deviation
+    takes its place. A feature that never varied in training is 0 always: nothing is known about its size.
+    """
+
+    names: tuple[str, ...]
+    definitions: tuple[str, ...]
+    """Fingerprints of the features the statistics belong to (`FeatureTable.definitions`)."""
+    center: Float
+    scale: Float
+    """0 where the feature was constant, [F]."""
+    clip: float = 10.0
+    """Bound of the scaled values, on both sides."""
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.names), len(self.definitions), *self.center.shape, *self.scale.shape}
+        if len(sizes) != 1 or self.center.ndim != 1 or self.scale.ndim != 1:
+            raise ConfigError(
+                f"scaler: {len(self.names)} names, {len(self.definitions)} definitions, centers {self.center.shape} "
+                f"and scales {self.scale.shape} must be of one length"
+            )
+        if not (np.isfinite(self.center).all() and np.isfinite(self.scale).all() and (self.scale >= 0).all()):
+            raise ConfigError("scaler: centers and scales must be finite, scales 0 or more")
+        if not self.clip > 0:
+            raise ConfigError(f"scaler: clip={self.clip} must be more than 0")
+
+    @classmethod
+    def fit(cls, table: FeatureTable, rows: NDArray[np.bool_], clip: float = 10.0) -> Self:
+        """Statistics of the valid ones among `rows`, a boolean mask of training rows, [R]."""
+        if rows.dtype != np.bool_ or rows.shape != table.valid.shape:
+            raise ConfigError(
+                f"scaler: rows must be a boolean mask of {len(table.valid):,} rows, got {rows.dtype} {rows.shape}"
+            )
+        values = table.values[rows & table.valid]
+        if len(values) < 2:
+            raise ConfigError(
+                f"scaler: {len(values)} of the {int(rows.sum()):,} training rows have all features defined; at least 2 "
+                "are needed. Use more bars, a lead-in, or features with a shorter warm-up"
+            )
+        low, center, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
+        scale = np.where(high > low, (high - low) / NORMAL_IQR, values.std(axis=0))
+        # A deviation this far below the level is the rounding of a mean, not movement.
+        scale = np.where((np.ptp(values, axis=0) == 0) | (scale <= 1e-12 * np.abs(center)), 0.0, scale)
+        return cls(table.names, table.definitions, center, scale, clip)
+
+    def transform(self, features: FeatureTable | Float) -> NDArray[np.float32]:
+        """Scaled and clipped values, [..., F]; a missing value (NaN) stays missing."""
+        return np.clip(self._scaled(features), -self.clip, self.clip).astype(np.float32)
+
+    def clipped_share(self, features: FeatureTable | Float) -> Float:
+        """Share of each feature's defined values that the clip cuts, [F]."""
+        scaled = self._scaled(features).reshape(-1, len(self.names))
+        defined = np.maximum(np.isfinite(scaled).sum(axis=0), 1)
+        share: Float = (np.abs(scaled) > self.clip).sum(axis=0) / defined
+        return share
+
+    def _scaled(self, features: FeatureTable | Float) -> Float:
+        if isinstance(features, FeatureTable):
+            self._check_features(features)
+            values = features.values
+        else:
+            values = features
+        if values.shape[-1:] != (len(self.names),):
+            raise ConfigError(f"scaler: values of shape {values.shape} do not hold {len(self.names)} features a row")
+        varies = self.scale > 0
+        scaled: Float = (values - self.center) / np.where(varies, self.scale, 1.0)
+        return np.where(varies | np.isnan(values), scaled, 0.0)
+
+    def _check_features(self, table: FeatureTable) -> None:
+        if table.names != self.names:
+            fitted, given = ", ".join(self.names), ", ".join(table.names)
+            raise ConfigError(f"scaler: fitted on the features {fitted}; it was given {given}")
+        for name, ours, theirs in zip(self.names, self.definitions, table.definitions, strict=True):
+            if ours != theirs:
+                raise ConfigError(
+                    f"scaler: feature {name!r} is defined otherwise than when the scaler was fitted "
+                    f"(fingerprint {theirs}, was {ours}). Restore its definition, or train again"
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers; JSON keeps every bit of a float64."""
+        return {
+            "names": list(self.names),
+            "definitions": list(self.definitions),
+            "center": self.center.tolist(),
+            "scale": self.scale.tolist(),
+            "clip": self.clip,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`, exactly."""
+        expected = {"names", "definitions", "center", "scale", "clip"}
+        if set(data) != expected:
+            raise ConfigError(f"scaler: keys {sorted(data)} must be {sorted(expected)}")
+        return cls(
+            names=tuple(data["names"]),
+            definitions=tuple(data["definitions"]),
+            center=np.array(data["center"], dtype=np.float64),
+            scale=np.array(data["scale"], dtype=np.float64),
+            clip=float(data["clip"]),
+        )
+
+    def digest(self) -> str:
+        """SHA-256 over names, definitions and statistics: equal if and only if the scaled inputs are the same."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
