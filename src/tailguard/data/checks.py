@@ -52,7 +52,7 @@ def check_values(bars: pl.DataFrame) -> Check:
 
 def check_duplicates(bars: pl.DataFrame) -> Check:
     """No time comes twice."""
-    again = bars.filter(pl.col("time").is_first_distinct().not_() & pl.col("time").is_not_null())
+    again = _not_rising(bars).filter(pl.col("repeats"))
     earlier = {}
     if again.height:
         twins = bars.filter(pl.col("time").is_in(again["time"].head(SHOWN).implode()))
@@ -75,10 +75,7 @@ def check_duplicates(bars: pl.DataFrame) -> Check:
 
 def check_order(bars: pl.DataFrame) -> Check:
     """Times go up; a bar that repeats an earlier time is left to `check_duplicates`."""
-    step = pl.col("time").diff()
-    found = bars.with_columns(before=pl.col("time").shift()).filter(
-        (step < timedelta(0)) & pl.col("time").is_first_distinct()
-    )
+    found = _not_rising(bars).filter((pl.col("time") < pl.col("before")) & ~pl.col("repeats"))
     backwards = found.height > 1 and found.height == bars.height - 1
     return judge(
         "order",
@@ -88,6 +85,15 @@ def check_order(bars: pl.DataFrame) -> Check:
         fault="earlier than the one before" + (": the newest come first" if backwards else ""),
         remedy="Sort the file by time, oldest first.",
     )
+
+
+def _not_rising(bars: pl.DataFrame) -> pl.DataFrame:
+    """`bars` with `before` (the time before) and `repeats` (an earlier time again); none if all times rise."""
+    times = bars["time"].drop_nulls()
+    suspects = bars.with_columns(before=pl.col("time").shift(), repeats=pl.lit(False))
+    if (times.diff().drop_nulls() > timedelta(0)).all():
+        return suspects.clear()
+    return suspects.with_columns(repeats=pl.col("time").is_first_distinct().not_() & pl.col("time").is_not_null())
 
 
 def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta) -> Check:
@@ -151,15 +157,19 @@ def check_prices(bars: pl.DataFrame) -> Check:
         name = next(name for name in PRICES if row[name] is not None and not 0 < row[name] < float("inf"))
         return f"{name} {number(row[name])} is not a positive number"
 
-    sound = pl.all_horizontal((pl.col(name).is_finite() & (pl.col(name) > 0)).fill_null(True) for name in PRICES)
     return judge(
         "prices",
         "finite, positive",
-        bars.filter(sound.not_()),
+        bars.filter(sound_prices().not_()),
         describe,
         fault="with a price that is not finite and positive",
         remedy="Correct or remove these bars at the source.",
     )
+
+
+def sound_prices() -> pl.Expr:
+    """Whether the four prices of a bar are finite and positive; null where one is missing and the others are."""
+    return pl.all_horizontal(pl.col(name).is_finite() & (pl.col(name) > 0) for name in PRICES)
 
 
 def check_ranges(bars: pl.DataFrame) -> Check:
@@ -168,8 +178,8 @@ def check_ranges(bars: pl.DataFrame) -> Check:
     outside = (top < bottom) | pl.any_horizontal(
         (pl.col(name) > top) | (pl.col(name) < bottom) for name in ("open", "close")
     )
-    # Polars ranks NaN above every number; a price that is none is the business of `check_prices`.
-    judged = pl.all_horizontal(pl.col(name).is_finite() for name in PRICES)
+    # A price that is none is the business of `check_prices`.
+    judged = sound_prices()
 
     def describe(row: Row) -> str:
         high, low = row["high"], row["low"]

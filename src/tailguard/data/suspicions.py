@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import polars as pl
 
-from tailguard.data.checks import PRICES
+from tailguard.data.checks import PRICES, sound_prices
 from tailguard.data.findings import Check, Row, judge, number
 
 STALE_BARS = 3
@@ -73,7 +73,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
     spikes = judged.filter(pl.col("spike").is_not_null())
 
     def describe_spike(row: Row) -> str:
-        return f"{row['spike']} {number(row[row['spike']])} against {number(row['around'])} around it"
+        return f"{row['spike']} {number(row[row['spike']])} against {number(row['beside'])} around it"
 
     def describe_return(row: Row) -> str:
         change, sigmas = row["close"] / row["before"] - 1, abs(row["move"]) / row["scale"]
@@ -111,19 +111,18 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
 
 
 def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
-    """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `around`.
+    """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `beside`.
 
-    `spike` names the price that spikes, null where none does; `around` is the nearest price beside the spike. Moves
+    `spike` names the price that spikes, null where none does; `beside` is the nearest price beside the spike. Moves
     from or to a price that is no price, or over a gap, are null.
     """
-    sound = pl.all_horizontal(pl.col(name).is_finite() & (pl.col(name) > 0) for name in PRICES)
-    log = {name: pl.when(sound).then(pl.col(name)).log() for name in PRICES}
-    move = pl.when(pl.col("time").diff() == frequency).then(log["close"].diff())
+    close = pl.when(sound_prices()).then(pl.col("close"))
+    move = pl.when(pl.col("time").diff() == frequency).then(close.log().diff())
+    # The few missing moves count as none: the rolling median is five times as fast over numbers alone.
+    size = pl.col("move").abs().fill_null(0.0)
+    around = 1.4826 * size.rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True)
     frame = bars.with_columns(move=move, before=pl.col("close").shift()).with_columns(
-        scale=pl.max_horizontal(
-            1.4826 * pl.col("move").abs().rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True),
-            pl.col("move").abs().mean(),
-        )
+        scale=pl.max_horizontal(around, size.mean())
     )
     threshold = JUMP_SIGMAS * pl.col("scale")
     back = pl.col("move").shift(-1)
@@ -142,10 +141,10 @@ def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
         .when(is_spike((pl.col("high") / highest).log()))
         .then(pl.lit("high"))
     )
-    around = (
+    beside = (
         pl.when(pl.col("spike") == "low").then(lowest).when(pl.col("spike") == "high").then(highest).otherwise("before")
     )
-    return frame.with_columns(spike=spike).with_columns(around=around)
+    return frame.with_columns(spike=spike).with_columns(beside=beside)
 
 
 def _runs(mask: pl.Series) -> pl.DataFrame:

@@ -1,9 +1,9 @@
 """Does the volume column change its unit on the way, say from dollars to coins?
 
-A unit that changes shows as a jump in the level of volume: sudden (from one bar to the next), lasting (a week and more)
-and of orders of magnitude. Volume that grows over years is none of the first, a busy day is not the second. Between
-quote and base units the jump is as large as the price, so that volume before compares with notional, volume times
-price, after (or the other way round); a jump that the price explains is certain at 30×, any other at 1,000×.
+A unit that changes shows as a jump in the level of volume: sudden (from one bar to the next), lasting and of orders of
+magnitude. Volume that grows over years is not the first, a busy day is not the second. Between quote and base units the
+jump is as large as the price: volume before is of the size of notional, volume times price, after (or the other way
+round). News can lift a market's volume as suddenly, but then the price jumps with it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,21 @@ from numpy.typing import NDArray
 
 from tailguard.data.findings import Check, Row, judge, number
 
-LASTING = timedelta(weeks=1)
-"""Length of the windows on both sides of a jump whose median volumes are compared, at least `FEWEST_BARS` bars."""
+WEEK, DAY = timedelta(weeks=1), timedelta(days=1)
 FEWEST_BARS = 48
+"""Bars on each side of a jump that are compared at least, where a week or a day has fewer."""
 SUDDEN_BARS = 12
 """Bars on both sides whose medians must already show half the jump (in logarithms)."""
-SUSPICIOUS = 30.0
-CERTAIN = 1_000.0
+WEEK_JUMP = 30.0
+"""Jump between two weeks' medians that is suspicious, and a change of unit if the price explains it."""
+DAY_JUMP = 200.0
+"""Jump between two days' medians that is a change of unit if the price explains it."""
+ANY_JUMP = 1_000.0
+"""Jump between two weeks' medians that is a change of unit whatever the price."""
 PRICE_MATCH = 4.0
-"""Factor within which a jump counts as explained by the price."""
-
+"""Factor within which a jump is as large as the price."""
+CALM_SIGMAS = 12.0
+"""Robust standard deviations that the price may move at a jump which is not news."""
 CLAIM_ROUNDING = 0.1
 """Logarithmic distance within which quote volume over volume counts as 1 or as the price."""
 _PROMISE = "one unit throughout"
@@ -52,6 +57,8 @@ class UnitSwitch:
     """Median volume after over median volume before."""
     price: float
     """Median price around the jump."""
+    calm: bool
+    """Whether the price went on as usual when volume jumped."""
 
     @property
     def factor(self) -> float:
@@ -60,17 +67,26 @@ class UnitSwitch:
 
     @property
     def explained_by_price(self) -> bool:
-        """Whether volume on one side and notional on the other are of one size."""
+        """Whether volume on one side and notional on the other are of one size, and no news came between."""
         mismatch = min(abs(np.log(self.ratio * self.price)), abs(np.log(self.ratio / self.price)))
-        return bool(mismatch < np.log(PRICE_MATCH))
+        return self.calm and bool(mismatch < np.log(PRICE_MATCH))
 
     @property
     def certain(self) -> bool:
-        return self.explained_by_price or self.factor >= CERTAIN
+        return self.explained_by_price or self.factor >= ANY_JUMP
 
 
-def find_unit_switches(volume: Float, price: Float, window: int) -> list[UnitSwitch]:
-    """Lasting jumps of `volume` [T], `price` [T] beside it; medians are taken over up to `window` traded bars.
+def find_unit_switches(volume: Float, price: Float, frequency: timedelta) -> list[UnitSwitch]:
+    """Jumps of `volume` [T] that may be changes of its unit, `price` [T] beside it."""
+    switches = find_jumps(volume, price, max(FEWEST_BARS, WEEK // frequency), WEEK_JUMP)
+    for jump in find_jumps(volume, price, max(FEWEST_BARS, DAY // frequency), DAY_JUMP):
+        if jump.explained_by_price and all(abs(jump.index - known.index) > SUDDEN_BARS for known in switches):
+            switches.append(jump)
+    return sorted(switches, key=lambda switch: switch.index)
+
+
+def find_jumps(volume: Float, price: Float, window: int, smallest: float) -> list[UnitSwitch]:
+    """Sudden jumps of `volume` [T] by `smallest` and more between the medians of `window` traded bars on both sides.
 
     Near the first and the last bars a window is what there is of it, at least half.
     """
@@ -84,7 +100,7 @@ def find_unit_switches(volume: Float, price: Float, window: int) -> list[UnitSwi
     before = level.rolling_median(window, min_samples=fewest).shift(1).to_numpy()
     after = level.reverse().rolling_median(window, min_samples=fewest).reverse().to_numpy()
     jump = np.nan_to_num(after - before)
-    side = np.sign(jump) * (np.abs(jump) >= np.log(SUSPICIOUS))
+    side = np.sign(jump) * (np.abs(jump) >= np.log(smallest))
     edges = np.flatnonzero(np.diff(side, prepend=0.0, append=0.0))
     switches = []
     for start, stop in itertools.pairwise(edges.tolist()):
@@ -96,9 +112,17 @@ def find_unit_switches(volume: Float, price: Float, window: int) -> list[UnitSwi
         index = _locate(values, max(1, start - fewest), stop + fewest, middle, rising=bool(side[start] > 0))
         sudden = np.median(values[index : index + SUDDEN_BARS]) - np.median(values[max(0, index - SUDDEN_BARS) : index])
         if sudden * side[start] >= abs(jump[peak]) / 2:
-            around = price[traded[max(0, index - window) : index + window]]
-            switches.append(UnitSwitch(int(traded[index]), float(np.exp(jump[peak])), float(np.median(around))))
+            around = np.log(price[traded[max(0, index - window) : index + window]])
+            calm = _is_calm(around, min(index, window))
+            level_price = float(np.exp(np.median(around)))
+            switches.append(UnitSwitch(int(traded[index]), float(np.exp(jump[peak])), level_price, calm))
     return switches
+
+
+def _is_calm(log_price: Float, index: int) -> bool:
+    """Whether the moves into `index`, and of the bars before and after it, are of the usual size."""
+    moves = np.abs(np.diff(log_price))
+    return bool(moves[max(0, index - 2) : index + 1].max() <= CALM_SIGMAS * 1.4826 * np.median(moves))
 
 
 def _locate(level: Float, start: int, stop: int, middle: float, *, rising: bool) -> int:
@@ -111,7 +135,7 @@ def check_volume_unit(bars: pl.DataFrame, frequency: timedelta, volume_unit: Vol
     """The volume column keeps one unit, and it is `volume_unit` as far as a quote volume beside it can tell."""
     volume = bars["volume"].fill_null(float("nan")).to_numpy()
     typical = bars.select(typical_price()).to_series().fill_null(float("nan")).to_numpy()
-    switches = find_unit_switches(volume, typical, max(FEWEST_BARS, LASTING // frequency))
+    switches = find_unit_switches(volume, typical, frequency)
     if not switches:
         return _check_claim(bars, volume_unit)
     certain = [switch for switch in switches if switch.certain]
