@@ -131,7 +131,7 @@ def read_source(path: Paths, *, symbol: str | None = None) -> Source:
         raise BarsError(f"{name}: no bars")
     if frame["symbol"].n_unique() > 1 or len(files) > 1:
         # A stable sort: the rows of one file keep their order, which the checks judge.
-        begins = pl.col("time").first().over("symbol", "file")
+        begins = pl.col("time").drop_nulls().first().over("symbol", "file")
         frame = frame.sort("symbol", begins, maintain_order=True)
     ignored = dict.fromkeys(column for table in tables for column in table.ignored)
     return Source(name, frame, tuple(ignored), dropped)
