@@ -424,6 +424,24 @@ def test_autocast_does_not_narrow_the_distribution(space: Box | Discrete) -> Non
     torch.testing.assert_close(entropy, head.entropy(parameters), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("space", [BOX, Discrete(SIZES)])
+def test_acting_and_learning_are_traced_as_one_graph(space: Box | Discrete) -> None:
+    torch.manual_seed(0)
+    head = make_action_head(FEATURES, space)
+    features = torch.randn(4, FEATURES)
+    raw = head.sample(head(features))
+
+    def everything(features: Tensor, raw: Tensor) -> tuple[Tensor, ...]:
+        old = head(features)
+        new = old + 0.1 * old.square()
+        draw = head.to_env(head.sample(old))
+        return head.log_prob(new, raw), head.log_prob_env(new, raw), head.entropy(new), head.kl(old, new), draw
+
+    traced = torch.compile(everything, backend="eager", fullgraph=True)
+    for value, expected in zip(traced(features, raw)[:-1], everything(features, raw)[:-1], strict=True):
+        torch.testing.assert_close(value, expected)
+
+
 def test_settings_that_cannot_work_are_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match=r"action 0: bounds \[-inf, inf\].*squash to false"):
         GaussianHead(FEATURES, UNBOUNDED)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
-from tailguard.models.memory import LSTMMemory, MemoryState, NoMemory
+from tailguard.models.memory import FUSED_STEP_SIZE, LSTMMemory, MemoryState, NoMemory
 
 INPUT, HIDDEN = 5, 6
 
@@ -48,8 +48,8 @@ def _numpy_lstm(memory: LSTMMemory, x: Tensor, state: MemoryState, start: Tensor
             if start[t, n]:
                 h[:, n], c[:, n] = 0.0, 0.0
             signal = x[t, n].numpy()
-            for layer, weights in enumerate(memory.lstm.all_weights):
-                w_ih, w_hh, b_ih, b_hh = (weight.detach().numpy() for weight in weights)
+            for layer, cell in enumerate(memory.cells):
+                w_ih, w_hh, b_ih, b_hh = (weight.detach().numpy() for weight in cell.parameters())
                 i, f, g, o = np.split(w_ih @ signal + b_ih + w_hh @ h[layer, n] + b_hh, 4)
                 c[layer, n] = _sigmoid(f) * c[layer, n] + _sigmoid(i) * np.tanh(g)
                 h[layer, n] = signal = _sigmoid(o) * np.tanh(c[layer, n])
@@ -105,14 +105,17 @@ def test_acting_and_learning_agree_in_float32(envs: int, layers: int) -> None:
     assert (c - c_step).abs().max() < 5e-6  # cells are several units wide
 
 
-def test_a_start_clears_its_own_environment_and_leaves_the_others_bitwise_alone() -> None:
+@pytest.mark.parametrize("envs", [7, FUSED_STEP_SIZE])
+def test_a_start_clears_its_own_environment_and_leaves_the_others_bitwise_alone(envs: int) -> None:
     memory = _random_memory(0, layers=2, dtype=torch.float32)
-    x, state = torch.randn(7, INPUT), _random_state(memory, 7)
-    nobody, some = torch.zeros(7, dtype=torch.bool), torch.tensor([0, 1, 0, 0, 1, 0, 0], dtype=torch.bool)
+    x, state = torch.randn(envs, INPUT), _random_state(memory, envs)
+    nobody = torch.zeros(envs, dtype=torch.bool)
+    some = nobody.clone()
+    some[[1, 4]] = True
     with torch.no_grad():
         y_kept, kept = memory.step(x, state, nobody)
         y, after = memory.step(x, state, some)
-        y_fresh, fresh = memory.step(x, memory.initial_state(7), nobody)
+        y_fresh, fresh = memory.step(x, memory.initial_state(envs), nobody)
     assert torch.equal(y[~some], y_kept[~some])
     assert torch.equal(y[some], y_fresh[some])
     for part, part_kept, part_fresh in zip(after, kept, fresh, strict=True):
@@ -194,6 +197,19 @@ def test_an_environment_alone_equals_the_same_among_many() -> None:
         torch.testing.assert_close(c_one, c[:, one], rtol=0, atol=1e-13)
 
 
+def test_a_step_of_one_equals_a_step_of_many() -> None:
+    memory = _random_memory(5, layers=2)
+    x, state = torch.randn(FUSED_STEP_SIZE, INPUT).double(), _random_state(memory, FUSED_STEP_SIZE)
+    start = _scattered_starts(1, FUSED_STEP_SIZE, 0.3)[0]
+    y, after = memory.step(x, state, start)
+    for n in range(0, FUSED_STEP_SIZE, 17):
+        one = slice(n, n + 1)
+        y_one, after_one = memory.step(x[one], tuple(part[:, one] for part in state), start[one])
+        torch.testing.assert_close(y_one, y[one], rtol=0, atol=1e-13)
+        for part_one, part in zip(after_one, after, strict=True):
+            torch.testing.assert_close(part_one, part[:, one], rtol=0, atol=1e-13)
+
+
 def test_a_segment_in_two_halves_equals_the_whole() -> None:
     memory = _random_memory(6)
     x, state, start = torch.randn(8, 3, INPUT).double(), _random_state(memory, 3), _scattered_starts(8, 3, 0.2)
@@ -207,7 +223,7 @@ def test_a_segment_in_two_halves_equals_the_whole() -> None:
 def _running_sum(scale: float) -> LSTMMemory:
     """All gates open and a nearly linear candidate: the cell adds up scale·x, and the output is scale·sum."""
     memory = LSTMMemory(1, 1).double()
-    ((w_ih, w_hh, b_ih, b_hh),) = memory.lstm.all_weights
+    w_ih, w_hh, b_ih, b_hh = memory.cells[0].parameters()
     with torch.no_grad():
         for parameter in (w_ih, w_hh, b_ih, b_hh):
             parameter.zero_()
@@ -245,7 +261,8 @@ def test_a_running_sum_bootstraps_with_15_then_starts_afresh() -> None:
 def test_gates_start_orthogonal_and_the_forget_gate_open() -> None:
     torch.manual_seed(0)
     memory = LSTMMemory(4, 8, layers=2, forget_bias=1.0)
-    for layer, (w_ih, w_hh, b_ih, b_hh) in enumerate(memory.lstm.all_weights):
+    for layer, cell in enumerate(memory.cells):
+        w_ih, w_hh, b_ih, b_hh = cell.parameters()
         for gate in w_hh.chunk(4):
             torch.testing.assert_close(gate @ gate.T, torch.eye(8), rtol=0, atol=1e-5)
         for gate in w_ih.chunk(4):
@@ -253,17 +270,37 @@ def test_gates_start_orthogonal_and_the_forget_gate_open() -> None:
         assert (b_ih + b_hh).tolist() == [0.0] * 8 + [1.0] * 8 + [0.0] * 16
 
 
-def test_the_state_keeps_its_type_under_autocast() -> None:
+def test_autocast_changes_little_and_acting_still_agrees_with_learning() -> None:
     torch.manual_seed(0)
-    memory = LSTMMemory(INPUT, HIDDEN)
-    x, state, start = torch.randn(3, 2, INPUT), memory.initial_state(2), torch.zeros(3, 2, dtype=torch.bool)
-    y_exact, _ = memory.sequence(x, state, start)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y_step, after_step = memory.step(x[0], state, start[0])
-        y, after = memory.sequence(x, state, start)
-    assert [part.dtype for part in (*after_step, *after)] == [torch.float32] * 4
-    torch.testing.assert_close(y_step.float(), y_exact[0], rtol=0, atol=0.02)
-    torch.testing.assert_close(y.float(), y_exact, rtol=0, atol=0.02)
+    memory = LSTMMemory(INPUT, HIDDEN, layers=2)
+    x, state, start = torch.randn(6, 2, INPUT), memory.initial_state(2), _scattered_starts(6, 2, 0.2)
+    with torch.no_grad():
+        y_exact, _ = memory.sequence(x, state, start)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y_step, after_step = _stepwise(memory, x, state, start)
+            y, after = memory.sequence(x, state, start)
+    assert torch.equal(y, y_step)
+    assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(after, after_step, strict=True))
+    torch.testing.assert_close(y, y_exact, rtol=0, atol=0.02)
+    assert (y - y_exact).abs().max() > 1e-4  # it did compute in bfloat16
+
+
+def test_autocast_does_not_round_away_what_the_cell_adds_up() -> None:
+    """600 times 0.01 is 6; a bfloat16 cell stops growing where its last digit is worth more than twice the addend."""
+    memory = _running_sum(1.0).float()
+    x, start = torch.full((600, 1, 1), 0.01), torch.zeros(600, 1, dtype=torch.bool)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        _, (_, c) = memory.sequence(x, memory.initial_state(1), start)
+    assert c.item() == pytest.approx(6.0, rel=2e-3)
+
+
+def test_a_step_and_a_segment_with_resets_are_traced_as_one_graph() -> None:
+    memory = _random_memory(0, layers=2)
+    x, state, start = torch.randn(3, 2, INPUT).double(), _random_state(memory, 2), _scattered_starts(3, 2, 0.5)
+    step = torch.compile(memory.step, backend="eager", fullgraph=True)
+    segment = torch.compile(lambda *inputs: memory.sequence(*inputs, True), backend="eager", fullgraph=True)
+    assert torch.equal(step(x[0], state, start[0])[0], memory.step(x[0], state, start[0])[0])
+    assert torch.equal(segment(x, state, start)[0], memory.sequence(x, state, start, True)[0])
 
 
 def test_no_memory_gives_back_what_it_gets() -> None:
