@@ -69,6 +69,48 @@ def data_check(
     raise typer.Exit(1 if report.errors else 0)
 
 
+@data.command("make")
+def data_make(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: .parquet, .csv or .feather.")],
+    bars: Annotated[int, typer.Option(help="Bars for each asset; 26280 hourly bars are 3 years.")] = 26_280,
+    assets: Annotated[int, typer.Option(help="Assets that trade side by side.")] = 1,
+    frequency: Annotated[str, typer.Option(help="Length of a bar, like 15m, 1h or 1d.")] = "1h",
+    seed: Annotated[int, typer.Option(help="The same seed makes the same market.")] = 0,
+    signal: Annotated[
+        float, typer.Option(help="Planted signal: yearly Sharpe ratio before costs of who sees it. 0: none.")
+    ] = 0.0,
+    correlation: Annotated[float, typer.Option(help="Correlation of any two assets' returns, 0 to 0.9.")] = 0.6,
+) -> None:
+    """Make a synthetic market with the stylised facts of crypto, and a planted signal if you like."""
+    from tailguard.data.storage import check_writable
+    from tailguard.data.synthetic import describe, make_market
+
+    check_writable(out)
+    market = make_market(bars, assets=assets, frequency=frequency, seed=seed, signal=signal, correlation=correlation)
+    market.save(out)
+    typer.echo(f"{out}: {describe(market)}")
+
+
+@data.command("fetch")
+def data_fetch(
+    exchange: Annotated[str, typer.Argument(help="The exchange's name in ccxt, like binance.")],
+    symbol: Annotated[str, typer.Argument(help="BTC/USDT is spot, BTC/USDT:USDT the perpetual.")],
+    timeframe: Annotated[str, typer.Argument(help="Length of a bar, like 1h.")],
+    out: Annotated[Path, typer.Option(help="Parquet file to begin or to continue.")],
+    start: Annotated[str, typer.Option(help="First bar: 2021-01-31, 2021-01-31T08:00 (UTC), or how long ago: 90d.")],
+    stop: Annotated[str, typer.Option(help="End, not included: the same, or now.")] = "now",
+) -> None:
+    """Fetch bars from an exchange. The same command continues an interrupted download or extends a finished one."""
+    from tailguard.data.fetch import FetchError, fetch
+
+    try:
+        fetched = fetch(exchange, symbol, timeframe, out=out, start=start, stop=stop, progress=True)
+    except FetchError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(fetched)
+
+
 def main() -> None:
     """Entry point: a user's mistake is one message and exit status 2, never a traceback."""
     try:
