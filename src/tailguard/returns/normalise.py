@@ -31,14 +31,8 @@ def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     samples = torch.where(valid, samples.double(), 0.0)
     count = valid.sum(0).double()
-    divisor = count.clamp_min(1.0)
-    centre = samples.sum(0) / divisor
-    deviations = torch.where(valid, samples - centre, 0.0)
-    # The deviations would sum to zero but for the rounding of `centre`; taking their sum out makes both figures good to
-    # the last digits even when the mean is 1e8 standard deviations away from zero.
-    slip = deviations.sum(0)
-    mean = centre + slip / divisor
-    squares = (deviations.square().sum(0) - slip.square() / divisor).clamp_min(0.0)
+    mean = samples.sum(0) / count.clamp_min(1.0)
+    squares = torch.where(valid, samples - mean, 0.0).square().sum(0)
     return count, mean, squares
 
 
