@@ -271,7 +271,7 @@ def _collect(
     liquidated: bool,
 ) -> BacktestResult:
     def series(name: str) -> Float:
-        return np.array([float(getattr(transition, name)[0]) for transition in transitions])
+        return torch.cat([getattr(transition, name) for transition in transitions]).double().numpy()
 
     net = series("net")
     return BacktestResult(

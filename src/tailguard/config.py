@@ -1,0 +1,238 @@
+"""A run's settings: one frozen dataclass a room, read from YAML and overrides. Unknown keys are errors."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tailguard.algorithm.config import PPOConfig
+from tailguard.envs.episodes import REWARDS, Reward
+from tailguard.errors import ConfigError
+from tailguard.market.config import MarketConfig
+from tailguard.validate import check_choice, check_count, check_range
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which bars to use and how to split them by time."""
+
+    path: str | None = None
+    """File or folder of bars; none: a synthetic market, to try things out."""
+    symbols: tuple[str, ...] = ()
+    """Symbols to use; empty: all of them."""
+    gaps: Literal["error", "split"] = "error"
+    """Missing bars: stop, or split, so that no episode crosses a gap."""
+    volume_unit: Literal["base", "quote"] = "base"
+    """What the volume column counts: coins (base) or money (quote)."""
+    validation: float | str = 0.15
+    """Size of the validation part: a fraction, or a duration as 180d."""
+    test: float | str = 0.15
+    """Size of the test part, which training never sees: a fraction, or a duration as 180d."""
+    embargo: str = "7d"
+    """Time left unused between the parts."""
+    features: tuple[str, ...] = ()
+    """Features to show the agent; empty: all that the bars allow."""
+    synthetic_bars: int = 35_064
+    """Bars of the synthetic market; 35,064 hourly bars are four years."""
+    synthetic_signal: float = 8.0
+    """Strength of the synthetic market's planted signal: yearly Sharpe ratio before costs of who sees it, 0 to 50."""
+
+    def __post_init__(self) -> None:
+        check_choice("data.gaps", self.gaps, ("error", "split"))
+        check_choice("data.volume_unit", self.volume_unit, ("base", "quote"))
+        check_count("data.synthetic_bars", self.synthetic_bars, low=1_000)
+        check_range("data.synthetic_signal", self.synthetic_signal, low=0, high=50)
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """The trading environment."""
+
+    num_envs: int = 256
+    """Accounts that trade side by side."""
+    episode_length: int = 256
+    """Bars in an episode; a multiple of ppo.n_steps keeps episodes from ending inside a training sequence."""
+    accounts: Literal["portfolio", "per_symbol"] = "portfolio"
+    """All symbols in one account, or each symbol in accounts of its own."""
+    reward: Reward = "log"
+    """log of net equity growth, simple growth, or pnl as a share of the episode's first equity."""
+
+    def __post_init__(self) -> None:
+        check_count("env.num_envs", self.num_envs)
+        check_count("env.episode_length", self.episode_length)
+        check_choice("env.accounts", self.accounts, ("portfolio", "per_symbol"))
+        check_choice("env.reward", self.reward, REWARDS)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, where and under which name."""
+
+    total_timesteps: int = 2_000_000
+    """Environment steps, over all accounts."""
+    seed: int = 0
+    """Of the weights, the actions, the minibatches and the environment."""
+    device: str = "cpu"
+    """Where everything runs: cpu, or cuda."""
+    threads: int = 0
+    """CPU threads for the mathematics; 0 leaves it to PyTorch."""
+
+    def __post_init__(self) -> None:
+        check_count("training.total_timesteps", self.total_timesteps)
+        check_count("training.seed", self.seed, low=0)
+        check_count("training.threads", self.threads, low=0)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything about a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """Which bars to use and how to split them by time."""
+    market: MarketConfig = field(default_factory=MarketConfig)
+    """Costs, margin and size of the account."""
+    env: EnvConfig = field(default_factory=EnvConfig)
+    """The trading environment."""
+    ppo: PPOConfig = field(default_factory=PPOConfig)
+    """The learner and its network."""
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    """How long, where and under which name."""
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
+    """Read a YAML file and apply overrides such as `ppo.gamma=0.995`; what is not given keeps its default."""
+    settings: dict[str, Any] = to_dict(base or RunConfig())
+    source = "settings"
+    if path is not None:
+        source = str(path)
+        _merge(settings, _read_yaml(path), source)
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--set {override}: write it as section.key=value, for example ppo.gamma=0.995")
+        nested: Any = yaml.safe_load(value)
+        for name in reversed(key.strip().split(".")):
+            nested = {name: nested}
+        _merge(settings, nested, f"--set {override}")
+    return _build(settings, source)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain dicts, lists and numbers, as YAML writes them."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
+
+
+def to_yaml(config: RunConfig, section: str | None = None) -> str:
+    """The settings as YAML, each with its sentence as a comment."""
+    if section is not None and section not in to_dict(config):
+        raise ConfigError(_unknown(section, to_dict(config), section, "tailguard config"))
+    lines: list[str] = []
+    for item in dataclasses.fields(config):
+        if section in (None, item.name):
+            lines += [f"# {field_docs(RunConfig)[item.name]}", f"{item.name}:"]
+            lines += _describe(getattr(config, item.name), 1)
+            lines.append("")
+    return "\n".join(lines)
+
+
+@lru_cache
+def field_docs(kind: type) -> Mapping[str, str]:
+    """The sentence under each field of a dataclass, read from its source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
+    docs = {}
+    for item, after in zip(body, body[1:], strict=False):
+        if (
+            isinstance(item, ast.AnnAssign)
+            and isinstance(item.target, ast.Name)
+            and isinstance(after, ast.Expr)
+            and isinstance(after.value, ast.Constant)
+        ):
+            docs[item.target.id] = " ".join(str(after.value.value).split())
+    return docs
+
+
+def _describe(config: Any, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        yield from (f"{indent}# {line}" for line in textwrap.wrap(field_docs(type(config))[item.name], 110))
+        if dataclasses.is_dataclass(value):
+            yield f"{indent}{item.name}:"
+            yield from _describe(value, depth + 1)
+        else:
+            text = yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
+            yield f"{indent}{item.name}: {text}"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
+    return found
+
+
+def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
+    """Put given values over the settings, in place; every key must be there already."""
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        if name not in settings:
+            command = f"tailguard config {prefix.split('.')[0]}".strip()
+            raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")
+        if isinstance(settings[name], dict):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {value!r}")
+            _merge(settings[name], value, source, f"{key}.")
+        else:
+            settings[name] = value
+
+
+def _unknown(name: str, known: Mapping[str, Any], key: str, command: str) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    prefix = key.removesuffix(name)
+    hint = f"Did you mean {prefix}{near[0]}?" if near else f"There are {', '.join(known)}."
+    return f"{key}: no such setting. {hint}  ({command} lists them)"
+
+
+def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
+    # Pydantic is for the boundary; the numeric core runs without it.
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(RunConfig).validate_python(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(settings))
+        raise ConfigError(f"{source}: {key}: {first['msg']}, not {first['input']!r}") from None
+
+
+def _names(settings: Mapping[str, Any]) -> set[str]:
+    """All keys at any depth."""
+    return set(settings) | {name for part in settings.values() if isinstance(part, dict) for name in _names(part)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

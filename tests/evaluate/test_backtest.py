@@ -1,0 +1,166 @@
+"""Backtests: the accounting of the simulator, the inputs of training, and clear refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+import tailguard as tg
+from tailguard.envs.spec import TradingSpec
+from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.evaluate.baselines import HOLD, Moment
+from tailguard.market import MarketConfig, build_market, open_accounts, step
+
+
+def test_an_array_of_weights_is_the_simulator_bar_by_bar(bars) -> None:
+    targets = np.random.default_rng(0).uniform(-1, 1, (len(bars), 1))
+    result = tg.backtest(targets, bars)
+    market = build_market(bars.panel(), MarketConfig(), dtype=torch.float64)
+    state = open_accounts(torch.tensor([0]), 1, torch.float64)
+    equity = [1.0]
+    for target in targets[:-1]:
+        state, _ = step(market, state, torch.tensor(target)[None])
+        equity.append(state.equity.item())
+    np.testing.assert_allclose(result.equity, equity, rtol=1e-12)
+
+
+def test_every_bar_is_accounted_for(bars) -> None:
+    targets = np.random.default_rng(1).uniform(-1, 1, (len(bars), 1))
+    result = tg.backtest(targets, bars)
+    paid = sum(result.costs.values())
+    np.testing.assert_allclose(result.net, result.pnl - paid, atol=1e-15)
+    np.testing.assert_allclose(result.equity[1:] / result.equity[:-1] - 1, result.net, atol=1e-14)
+    frame = result.frame()
+    assert frame.height == len(bars) - 1
+    assert frame["time"][0] == bars.frame["time"][1]
+
+
+def test_a_function_sees_the_past_alone_and_equals_its_array(bars) -> None:
+    panel = bars.panel()
+    seen: list[int] = []
+
+    def momentum(now: Moment) -> np.ndarray:
+        assert len(now.close) == now.row + 1
+        assert now.time_ms == panel.time[now.row]
+        seen.append(now.row)
+        if now.row % 3:
+            return np.array([HOLD])
+        return np.sign(now.close[-1] - now.close[0]) * 0.5
+
+    by_function = tg.backtest(momentum, bars)
+    assert seen == list(range(len(bars) - 1))
+    targets = np.sign(panel.close - panel.close[0]) * 0.5
+    targets[np.arange(len(bars)) % 3 != 0] = HOLD
+    by_array = tg.backtest(targets, bars)
+    np.testing.assert_array_equal(by_function.equity, by_array.equity)
+    assert (by_array.turnover[1::3] == 0).all()
+
+
+@pytest.fixture(scope="module")
+def agent(bars) -> tg.DistributionalPPO:
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=32, dtype=torch.float64)
+    return tg.DistributionalPPO(env, n_steps=16, hidden=(16,), lstm_size=16, quantiles=8, seed=1).learn(128)
+
+
+def test_an_agent_sees_in_a_backtest_what_it_would_see_in_its_environment(bars, agent) -> None:
+    """The first window of the backtest replayed in an environment: the same observations, bit for bit."""
+    result = tg.backtest(agent, bars)
+    env = tg.TradingEnv(bars, num_envs=1, episode_length=32, dtype=torch.float64)
+    env.reset()
+    env.starts = env.starts[:1]
+    seen = env.reset()
+    memory, weights, rewards = None, [], []
+    for index in range(32):
+        action, memory = agent.predict(
+            seen.numpy(), state=memory, episode_start=np.array([index == 0]), deterministic=True
+        )
+        taken = env.step(torch.from_numpy(action))
+        weights.append(env.task.to_weights(torch.from_numpy(action).double()).item())
+        rewards.append(taken.reward.item())
+        seen = taken.obs
+    np.testing.assert_array_equal(result.targets[:32, 0], weights)
+    np.testing.assert_array_equal(np.log1p(result.net[:32]).astype(np.float32), np.array(rewards, np.float32))
+
+
+def test_an_agents_window_starts_anew_while_its_account_goes_on(bars, agent) -> None:
+    result = tg.backtest(agent, bars)
+    assert np.abs(result.weights[31]) > 0
+    # At the end of a window nothing is sold: the next target starts from the position that is there.
+    drift = np.abs(result.targets[32:160:32, 0] - result.weights[31:159:32, 0])
+    np.testing.assert_allclose(result.turnover[32:160:32], drift, rtol=0.2, atol=1e-3)
+
+
+def test_positions_are_closed_before_a_gap(bars) -> None:
+    rows = pl.int_range(len(bars))
+    shift = pl.when(rows >= 600).then(timedelta(days=3)).otherwise(timedelta(0))
+    split = replace(
+        bars,
+        frame=bars.frame.with_columns(
+            time=(pl.col("time") + shift).cast(bars.frame["time"].dtype),
+            segment=(pl.col("segment") + (rows >= 600).cast(pl.Int32)),
+        ),
+    )
+    result = tg.backtest(np.ones((len(bars), 1)), split)
+    at_gap = int(np.flatnonzero(result.time == split.panel().time[599])[0])
+    assert result.weights[at_gap] == 0
+    assert result.weights[at_gap - 1] > 0.9
+    assert result.weights[at_gap + 1] > 0.9
+    assert len(result.net) == len(bars) - 2  # neither stretch's first bar can be filled at
+
+
+def test_a_liquidated_account_stays_flat(bars) -> None:
+    result = tg.backtest(np.full((len(bars), 1), 50.0), bars, MarketConfig(leverage=50.0))
+    assert result.liquidated
+    first = int(np.flatnonzero(result.costs["liquidation"])[0])
+    assert (result.weights[first:] == 0).all()
+    assert (result.turnover[first + 1 :] == 0).all()
+    assert (result.equity >= 0).all()
+
+
+def test_costs_reach_the_figures(bars) -> None:
+    targets = np.where(np.arange(len(bars)) % 2 == 0, 0.5, -0.5)[:, None]
+    cheap = tg.backtest(targets, bars, MarketConfig(fee=0.0005)).metrics
+    dear = tg.backtest(targets, bars, MarketConfig(fee=0.001)).metrics
+    assert dear["growth_per_year"] < cheap["growth_per_year"]
+    assert dear["cost_fee_per_year"] == pytest.approx(2 * cheap["cost_fee_per_year"], rel=0.02)
+    assert cheap["turnover_per_day"] == pytest.approx(24.0, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error", "message"),
+    [
+        (np.full((1_200, 1), 1.5), ConfigError, r"1\.5 times equity.*market\.leverage allows 1"),
+        (np.full((1_200, 1), np.inf), TailguardError, "finite"),
+        (np.zeros((10, 1)), ConfigError, r"\(10, 1\).*\(1200, 1\)"),
+        (lambda now: np.zeros(3), ConfigError, "one for each asset"),
+    ],
+)
+def test_what_cannot_be_traded_is_refused(bars, policy, error, message) -> None:
+    with pytest.raises(error, match=message):
+        tg.backtest(policy, bars)
+
+
+def test_shorts_are_refused_where_they_are_not_allowed(bars) -> None:
+    with pytest.raises(ConfigError, match="allow_short"):
+        tg.backtest(np.full((len(bars), 1), -0.5), bars, MarketConfig(allow_short=False))
+
+
+def test_an_agent_refuses_bars_of_another_frequency(agent) -> None:
+    other = tg.make_market(600, seed=1, frequency="15m").bars
+    with pytest.raises(BarsError, match="15 minutes.*60 minutes"):
+        tg.backtest(agent, other)
+
+
+def test_a_spec_survives_json(agent) -> None:
+    import json
+
+    spec = agent.spec
+    again = TradingSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert again.to_dict() == spec.to_dict()
+    assert again.scaler.digest() == spec.scaler.digest()
+    assert again.market == spec.market
