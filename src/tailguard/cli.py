@@ -41,6 +41,50 @@ def _root(
     pass
 
 
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(help="The same seed makes the same market and the same agent.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the run; an earlier demo in it is replaced.")] = Path("runs/demo"),
+) -> None:
+    """Train an agent on a synthetic market for a minute or two and show it beside the baselines. Needs no data."""
+    from rich.console import Console
+
+    from tailguard.runs.demo import run_demo
+
+    run_demo(out, seed, Console())
+
+
+@app.command()
+def train(
+    config: Annotated[Path | None, typer.Argument(help="YAML settings; `tailguard config` prints all of them.")] = None,
+    bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting: --set ppo.gamma=0.995.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the run: its folder is runs/NAME.")] = "run",
+) -> None:
+    """Train an agent on bars and show what it does on the part it never saw. Without bars: a synthetic market."""
+    from rich.console import Console
+
+    from tailguard.config import load_config
+    from tailguard.runs.runner import train as train_run
+
+    given = list(overrides or [])
+    if bars is not None:
+        given.append(f"data.path={bars}")
+    train_run(load_config(config, given), Path("runs") / name, Console())
+
+
+@app.command("config")
+def show_config(
+    section: Annotated[str | None, typer.Argument(help="Only this section: data, market, env, ppo or training.")] = None,
+) -> None:
+    """Print the whole default config, each setting with its meaning. Redirect it to a file to start from."""
+    from tailguard.config import RunConfig, to_yaml
+
+    typer.echo(to_yaml(RunConfig(), section))
+
+
 @data.command("check")
 def data_check(
     files: Annotated[
