@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -292,6 +294,17 @@ def test_autocast_does_not_round_away_what_the_cell_adds_up() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         _, (_, c) = memory.sequence(x, memory.initial_state(1), start)
     assert c.item() == pytest.approx(6.0, rel=2e-3)
+
+
+def test_autocast_does_not_round_a_slow_forgetting() -> None:
+    """A forget gate of 0.998 keeps 0.998^500 = 0.37 after 500 steps; bfloat16 has nothing between 0.996 and 1."""
+    memory = _running_sum(0.0).float()
+    with torch.no_grad():
+        memory.cells[0].bias_ih[1] = math.log(0.998 / 0.002)
+    x, start = torch.zeros(500, 1, 1), torch.zeros(500, 1, dtype=torch.bool)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        _, (_, c) = memory.sequence(x, tuple(torch.ones_like(part) for part in memory.initial_state(1)), start)
+    assert c.item() == pytest.approx(0.998**500, rel=0.02)
 
 
 def test_a_step_and_a_segment_with_resets_are_traced_as_one_graph() -> None:
