@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailguard.data.checks import check_duplicates, check_gaps, check_ranges, most_common_step
+from tailguard.data.checks import check_duplicates, check_gaps, check_order, check_ranges, most_common_step
 from tailguard.data.findings import error_message
 from tailguard.data.validation import validate
 
@@ -117,17 +117,23 @@ def test_a_repeated_time_names_the_row_and_file_it_repeats(good_bars) -> None:
 
     check = check_duplicates(joined)
 
+    assert check_order(joined).level == "ok"
     assert [(offender.file, offender.row, offender.text) for offender in check.offenders] == [
         ("more.csv", 1, "same time as row 9 of bars.parquet"),
         ("more.csv", 2, "same time as row 10 of bars.parquet"),
     ]
 
 
-def test_newest_first_is_said_once_and_what_depends_on_order_is_not_judged(good_bars) -> None:
-    report = validate(good_bars(200).reverse(), "bars.parquet")
+def test_newest_first_is_said_once(good_bars) -> None:
+    (check,) = validate(good_bars(200).reverse(), "bars.parquet").errors
 
-    assert [check.name for check in report.errors] == ["order"]
-    assert "the newest come first" in report.errors[0].summary
+    assert check.summary == "199 bars earlier than the one before: the newest come first"
+
+
+@pytest.mark.parametrize("fault", ["same time twice", "out of order"])
+def test_what_depends_on_the_times_is_not_judged_until_they_are_right(good_bars, fault: str) -> None:
+    report = validate(FAULTS[fault][0](good_bars(200), 50), "bars.parquet")
+
     assert {check.name for check in report.checks if check.level == "skipped"} == {
         *("frequency", "gaps", "volume unit", "stale", "zero volume", "spikes", "returns")
     }

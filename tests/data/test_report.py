@@ -69,6 +69,16 @@ def test_gaps_that_split_are_counted_among_what_is_right(good_bars) -> None:
     assert any("✓ gaps         1 gap kept: a new segment starts after each" in line for line in lines)
 
 
+def test_after_three_places_the_rest_are_only_counted(good_bars) -> None:
+    broken = good_bars(100).with_columns(volume=pl.when(pl.col("row") % 20 == 0).then(-1.0).otherwise("volume"))
+
+    line = lines_of(broken)[1]
+
+    assert line.startswith(" ✗ volume       5 bars with an amount that is negative or not finite: row 20 (")
+    assert line.count("row ") == 3
+    assert line.endswith("volume -1 is not zero or a positive number; …")
+
+
 def test_several_symbols_have_a_line_each(good_bars) -> None:
     bars = pl.concat([good_bars(100), good_bars(50, symbol="ETHUSDT")])
 

@@ -141,6 +141,13 @@ def test_each_convention_gives_the_same_bars(
     assert loaded.source == str(tmp_path / name)
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\n\n\n", "\r\n"])
+def test_empty_lines_at_the_end_are_no_bars(good_bars, tmp_path: Path, end: str) -> None:
+    (tmp_path / "bars.csv").write_bytes(text(iso(good_bars(10), "%Y-%m-%d %H:%M")).rstrip() + end.encode())
+
+    assert len(load_bars(tmp_path / "bars.csv")) == 10
+
+
 def zipped(content: bytes, name: str) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -286,7 +293,7 @@ def test_a_column_that_only_some_files_have_is_left_out_with_a_warning(good_bars
 
 def test_a_cell_that_is_no_number_is_named_with_what_stands_there(good_bars, tmp_path: Path) -> None:
     lines = text(iso(good_bars(20), "%Y-%m-%d %H:%M")).decode().splitlines()
-    lines[8] = lines[8].rsplit(",", 1)[0] + ",n/a"
+    lines[8] = lines[8].rsplit(",", 2)[0] + ",none,n/a"
     lines[12] = "soon" + lines[12][16:]
     lines[15] = ""
     (tmp_path / "bars.csv").write_text("\n".join(lines) + "\n\n")
@@ -295,7 +302,7 @@ def test_a_cell_that_is_no_number_is_named_with_what_stands_there(good_bars, tmp
         load_bars(tmp_path / "bars.csv")
 
     assert str(caught.value).splitlines()[:3] == [
-        f"{tmp_path}/bars.csv: row 8 (2021-01-01 07:00): volume 'n/a' cannot be read as a number",
+        f"{tmp_path}/bars.csv: row 8 (2021-01-01 07:00): close 'none' cannot be read as a number",
         f"{tmp_path}/bars.csv: row 12: date 'soon' cannot be read as a time",
         f"{tmp_path}/bars.csv: row 15: no value for time, open, high, low, close, volume",
     ]

@@ -43,6 +43,16 @@ def test_faults_of_several_symbols_are_counted_together_and_named_apart(good_bar
     ]
 
 
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_one_faulty_symbol_among_good_ones_is_enough(good_bars, broken: int) -> None:
+    parts = [good_bars(100, symbol=name) for name in ("ADAUSDT", "BTCUSDT", "ETHUSDT")]
+    parts[broken] = negative_volume(parts[broken], 7)
+
+    (check,) = validate(pl.concat(parts), "bars").errors
+
+    assert (check.name, check.count, check.fault) == ("volume", 1, "with an amount that is negative or not finite")
+
+
 def test_a_symbol_is_not_judged_by_the_bars_of_another(good_bars) -> None:
     """Prices, volumes and times jump from one symbol to the next; none of it is a fault."""
     cheap = good_bars(200, price=0.01, symbol="DOGEUSDT", start=good_bars(1)["time"][0] - 500 * HOUR)

@@ -99,9 +99,9 @@ class Bars:
         time = frame["time"].head(rows).dt.epoch("ms").to_numpy()
         step = int(self.frequency.total_seconds() * 1000)
         if accounts == "portfolio":
-            # A new segment wherever any asset starts one or a common time is missing.
+            # A time that is not common is a gap of some asset, and every gap starts a segment.
             marks = frame["segment"].to_numpy().reshape(assets, rows)
-            breaks = (np.diff(marks, axis=1) != 0).any(axis=0) | (np.diff(time) != step)
+            breaks = (np.diff(marks, axis=1) != 0).any(axis=0)
         else:
             breaks = np.diff(frame["segment"].to_numpy()) != 0
         segment = np.concatenate([[0], np.cumsum(breaks)]).astype(np.int32)

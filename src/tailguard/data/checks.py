@@ -175,9 +175,8 @@ def sound_prices() -> pl.Expr:
 def check_ranges(bars: pl.DataFrame) -> Check:
     """low ≤ open, close ≤ high, beyond rounding."""
     top, bottom = pl.col("high") * (1 + ROUNDING), pl.col("low") * (1 - ROUNDING)
-    outside = (top < bottom) | pl.any_horizontal(
-        (pl.col(name) > top) | (pl.col(name) < bottom) for name in ("open", "close")
-    )
+    # With high < low, open and close cannot but lie outside.
+    outside = pl.any_horizontal((pl.col(name) > top) | (pl.col(name) < bottom) for name in ("open", "close"))
     # A price that is none is the business of `check_prices`.
     judged = sound_prices()
 
