@@ -31,7 +31,8 @@ class Ledger:
     costs: dict[str, float] = field(default_factory=dict)
     shortfall: float = 0.0
     unfilled: float = 0.0
-    liquidated: bool = False
+    liquidated: str = ""
+    """When the account was closed by force: at the open, inside the bar or at the close."""
 
     def equity(self, prices: list[float]) -> float:
         return self.cash + sum(units * price for units, price in zip(self.units, prices, strict=True))
@@ -49,17 +50,17 @@ class Ledger:
     def trade_bar(self, bar: int, target: list[float]) -> float:
         """Trade at the open of `bar`, carry the account to its close and return the equity there."""
         self.costs = dict.fromkeys(COSTS, 0.0)
-        self.shortfall, self.unfilled, self.liquidated = 0.0, 0.0, False
+        self.shortfall, self.unfilled, self.liquidated = 0.0, 0.0, ""
         opens, closes = self.panel.open[bar].tolist(), self.panel.close[bar].tolist()
         if self.excess(opens) <= 0:
-            return self.close_by_force(opens)
+            return self.close_by_force("open", opens)
         self.fill(bar, target, opens)
         notional, equity = [u * p for u, p in zip(self.units, opens, strict=True)], self.equity(opens)
 
         lows, highs = self.panel.low[bar].tolist(), self.panel.high[bar].tolist()
         worst = [low if units > 0 else high for units, low, high in zip(self.units, lows, highs, strict=True)]
         if self.excess(worst) <= 0:
-            return self.close_by_force(self.prices_where_margin_ends(opens, worst))
+            return self.close_by_force("inside", self.prices_where_margin_ends(opens, worst))
 
         years = self.panel.frequency_ms / (365.25 * 24 * HOUR_MS)
         shorts, longs = -sum(min(value, 0) for value in notional), sum(max(value, 0) for value in notional)
@@ -71,7 +72,7 @@ class Ledger:
                 else:
                     self.pay("funding", abs(units) * close * self.config.funding_rate)
         if self.excess(closes) <= 0:
-            return self.close_by_force(closes)
+            return self.close_by_force("close", closes)
         return self.equity(closes)
 
     def fill(self, bar: int, target: list[float], opens: list[float]) -> None:
@@ -122,39 +123,61 @@ class Ledger:
             before, after = (middle, after) if self.excess(prices) > 0 else (before, middle)
         return [o + after * (w - o) for o, w in zip(opens, worst, strict=True)]
 
-    def close_by_force(self, prices: list[float]) -> float:
+    def close_by_force(self, moment: str, prices: list[float]) -> float:
         self.pay("liquidation", self.config.liquidation_fee * self.gross(prices))
         left = self.equity(prices)
         self.units = [0.0] * len(self.units)
-        self.cash, self.shortfall, self.liquidated = max(left, 0.0), max(-left, 0.0), True
+        self.cash, self.shortfall, self.liquidated = max(left, 0.0), max(-left, 0.0), moment
         return self.cash
 
 
-configs = st.builds(
-    MarketConfig,
-    capital=st.sampled_from([1e3, 1e5, 1e6]),
-    fee=st.floats(0, 0.005),
-    half_spread=st.floats(0, 0.002),
-    impact=st.sampled_from([0.0, 0.5, 1.5]),
-    participation=st.sampled_from([0.01, 0.1, math.inf]),
-    funding_rate=st.floats(0, 0.01),
-    observed_funding=st.booleans(),
-    borrow_rate=st.sampled_from([0.0, 0.2, 1.0]),
-    leverage=st.sampled_from([1.0, 3.0, 10.0]),
-    maintenance_margin=st.floats(0, 0.05),
-    liquidation_fee=st.floats(0, 0.02),
-    volatility_halflife=st.sampled_from([2.0, 24.0]),
-)
+def assert_equal_to_broker(panel: Panel, config: MarketConfig, seed: int, trade: Callable[..., Any]) -> list[str]:
+    """Trade random targets with the simulator and the broker; the moments of the broker's forced closes."""
+    rng = np.random.default_rng(seed)
+    shape = (panel.rows - 1, panel.assets)
+    targets = rng.uniform(-1, 1, shape) * (rng.random(shape) < 0.8)
+    targets *= config.leverage / np.maximum(np.abs(targets).sum(axis=1, keepdims=True), 1)
+    states, transitions = trade(build_market(panel, config, dtype=torch.float64), torch.tensor(targets).unsqueeze(1))
+
+    ledger = Ledger(panel, config, config.capital, [0.0] * panel.assets)
+    forced = []
+    for bar, (target, transition) in enumerate(zip(targets.tolist(), transitions, strict=True), start=1):
+        before = ledger.equity(panel.close[bar - 1].tolist()) / config.capital
+        equity = ledger.trade_bar(bar, target) / config.capital
+        assert states[bar].equity.item() == pytest.approx(equity, rel=1e-10, abs=1e-13)
+        kinds = {**transition.costs(), "shortfall": transition.shortfall, "unfilled": transition.unfilled}
+        theirs = {**ledger.costs, "shortfall": ledger.shortfall, "unfilled": ledger.unfilled}
+        for kind, amount in kinds.items():
+            booked = amount.item() * before
+            assert booked == pytest.approx(theirs[kind] / config.capital, rel=1e-8, abs=1e-12), kind
+        assert transition.liquidated.item() == bool(ledger.liquidated)
+        forced.append(ledger.liquidated)
+        if equity == 0:
+            break
+    return forced
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
-    config=configs,
+    config=st.builds(
+        MarketConfig,
+        capital=st.sampled_from([1e3, 1e5, 1e6]),
+        fee=st.floats(0, 0.005),
+        half_spread=st.floats(0, 0.002),
+        impact=st.sampled_from([0.0, 0.5, 1.5]),
+        participation=st.sampled_from([0.01, 0.1, math.inf]),
+        funding_rate=st.floats(0, 0.01),
+        observed_funding=st.booleans(),
+        borrow_rate=st.sampled_from([0.0, 0.2, 1.0]),
+        leverage=st.sampled_from([1.0, 3.0, 10.0]),
+        maintenance_margin=st.floats(0, 0.05),
+        liquidation_fee=st.floats(0, 0.02),
+        volatility_halflife=st.sampled_from([2.0, 24.0]),
+    ),
     seed=st.integers(0, 2**32 - 1),
     assets=st.integers(1, 3),
     volatility=st.sampled_from([0.002, 0.02, 0.05]),
-    gap_volatility=st.sampled_from([0.0, 0.005, 0.05]),
-    funding=st.sampled_from([None, 0.0005, 0.05]),
+    funding=st.sampled_from([None, 0.001]),
     hours=st.sampled_from([0.25, 1, 4, 24]),
 )
 def test_equity_and_every_cost_equal_a_scalar_broker(
@@ -164,37 +187,29 @@ def test_equity_and_every_cost_equal_a_scalar_broker(
     seed: int,
     assets: int,
     volatility: float,
-    gap_volatility: float,
     funding: float | None,
     hours: float,
 ) -> None:
-    bars = 30
-    panel = random_panel(
-        seed,
-        bars,
-        assets,
-        volatility=volatility,
-        gap_volatility=gap_volatility,
-        funding=funding,
-        frequency_ms=int(hours * HOUR_MS),
-    )
-    rng = np.random.default_rng(seed)
-    targets = rng.uniform(-1, 1, (bars - 1, assets)) * (rng.random((bars - 1, assets)) < 0.8)
-    targets *= config.leverage / np.maximum(np.abs(targets).sum(axis=1, keepdims=True), 1)
+    panel = random_panel(seed, 30, assets, volatility=volatility, funding=funding, frequency_ms=int(hours * HOUR_MS))
+    assert_equal_to_broker(panel, config, seed, trade)
 
-    states, transitions = trade(build_market(panel, config, dtype=torch.float64), torch.tensor(targets).unsqueeze(1))
 
-    ledger = Ledger(panel, config, config.capital, [0.0] * assets)
-    for bar, (target, transition) in enumerate(zip(targets.tolist(), transitions, strict=True), start=1):
-        before = ledger.equity(panel.close[bar - 1].tolist()) / config.capital
-        equity = ledger.trade_bar(bar, target) / config.capital
-        assert states[bar].equity.item() == pytest.approx(equity, rel=1e-10, abs=1e-13)
-
-        kinds = {**transition.costs(), "shortfall": transition.shortfall, "unfilled": transition.unfilled}
-        theirs = {**ledger.costs, "shortfall": ledger.shortfall, "unfilled": ledger.unfilled}
-        for kind, amount in kinds.items():
-            booked = amount.item() * before
-            assert booked == pytest.approx(theirs[kind] / config.capital, rel=1e-8, abs=1e-12), kind
-        assert transition.liquidated.item() == ledger.liquidated
-        if equity == 0:
-            break
+@pytest.mark.parametrize("assets", [1, 3])
+@pytest.mark.parametrize(
+    ("moment", "bars"),
+    [
+        ("open", {"volatility": 0.001, "gap_volatility": 0.1}),
+        ("inside", {"volatility": 0.05, "gap_volatility": 0.001}),
+        ("close", {"volatility": 0.001, "gap_volatility": 0.001, "funding": 0.1, "frequency_ms": 24 * HOUR_MS}),
+    ],
+)
+def test_forced_closes_equal_a_scalar_broker_at_every_moment_of_a_bar(
+    random_panel: Callable[..., Panel], trade: Callable[..., Any], moment: str, bars: dict[str, Any], assets: int
+) -> None:
+    config = MarketConfig(leverage=10.0, maintenance_margin=0.02, liquidation_fee=0.01, borrow_rate=0.1)
+    forced = [
+        closed
+        for seed in range(20)
+        for closed in assert_equal_to_broker(random_panel(seed, 20, assets, volume=1e6, **bars), config, seed, trade)
+    ]
+    assert forced.count(moment) >= 10
