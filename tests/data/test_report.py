@@ -36,7 +36,7 @@ def test_the_table_of_good_bars(good_bars) -> None:
         " ✓ ranges       low ≤ open, close ≤ high   ✓ volume       finite, not negative",
         " ✓ volume unit  one unit throughout        ✓ stale        no run of identical bars",
         " ✓ zero volume  never 5 bars in a row      ✓ spikes       no price jumps and fully reverts",
-        " ✓ returns      none beyond 20 robust σ",
+        " ✓ returns      none beyond 25 robust σ",
         "0 errors, 0 warnings. The bars can be used.",
     ]
 

@@ -94,8 +94,10 @@ class Report:
 
 
 def number(value: float) -> str:
-    """A price or volume as people write it: 46,800 and 0.0000123."""
-    return f"{value:,.12g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.12f}".rstrip("0")
+    """A price or volume as people write it: 46,800 and 0.0000123, never 4.68e4."""
+    if 1e9 <= abs(value) < float("inf"):
+        return f"{value:,.0f}"
+    return f"{value:.12f}".rstrip("0") if 0 < abs(value) < 1e-4 else f"{value:,.10g}"
 
 
 def time_label(time: datetime) -> str:

@@ -13,7 +13,7 @@ STALE_BARS = 3
 """Bars in a row with the same prices and the same volume that make a stale run."""
 EMPTY_BARS = 5
 """Bars in a row without volume that make an empty run."""
-JUMP_SIGMAS = 20.0
+JUMP_SIGMAS = 25.0
 """Robust standard deviations beyond which a spike or a return is suspicious."""
 REVERTED = 0.25
 """Share of the jump that may remain after a spike."""
@@ -76,8 +76,8 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
         return f"{row['spike']} {number(row[row['spike']])} against {number(row['beside'])} around it"
 
     def describe_return(row: Row) -> str:
-        change, sigmas = row["close"] / row["before"] - 1, abs(row["move"]) / row["scale"]
-        return f"close {number(row['before'])} → {number(row['close'])} ({change:+.1%}, {sigmas:,.0f} σ)"
+        change, sigmas = 100 * (row["close"] / row["before"] - 1), abs(row["move"]) / row["scale"]
+        return f"close {number(row['before'])} → {number(row['close'])} ({change:+.1f} %, {sigmas:,.0f} σ)"
 
     extreme = judged.filter(
         (pl.col("move").abs() > EXTREME_RETURN)
@@ -103,7 +103,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
             extreme,
             describe_return,
             noun="return",
-            fault=f"beyond {JUMP_SIGMAS:.0f} robust σ and {EXTREME_RETURN:.0%}",
+            fault=f"beyond {JUMP_SIGMAS:.0f} robust σ and {100 * EXTREME_RETURN:.0f} %",
             remedy=compare,
             level="warning",
         ),
