@@ -85,9 +85,9 @@ class LSTMMemory(Memory):
     steps ago has a weight of 2e-10 and gets no gradient; at 1 (Jozefowicz et al. 2015) it has 4e-5 and can be learned.
 
     A CPU in full precision reads segments with PyTorch's fused LSTM, several times faster than cell by cell. Elsewhere
-    `sequence` repeats `step`: cuDNN's fused LSTM is no faster in float32 from 4,096 environments on, differs from the
-    cell by 1e-3 with PyTorch's default TF32 setting (the ratio would not start at one), and under bfloat16 autocast
-    computes in float16, where the gradients of a mean over many samples vanish.
+    `sequence` repeats `step`. cuDNN's fused LSTM in float32 is level with that at 4,096 environments and slower beyond;
+    with PyTorch's default TF32 setting it differs from the cell by 1e-3, so that the ratio would not start at one; and
+    under bfloat16 autocast it computes in float16, where the gradients of a mean over many samples vanish.
     """
 
     def __init__(self, input_size: int, hidden_size: int, layers: int = 1, forget_bias: float = 1.0) -> None:
