@@ -13,6 +13,7 @@ from tailguard.algorithm.losses import awr_weights, bc_loss
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.update import Batch
+from tailguard.errors import ConfigError
 from tailguard.models.agent import ActorCritic, AgentOutput
 from tailguard.validate import check_range
 
@@ -24,16 +25,17 @@ Teacher = Callable[[Tensor], Tensor]
 class BehaviourCloning:
     """Adds −w·log π(a*|o) to the loss.
 
-    With a `teacher`, a* is its action, and the weight w is 1 or, with `beta`, exp(A/β) of the action taken: imitate more
-    where acting went well. Without a teacher, a* is the action taken itself: advantage-weighted regression (Peng 2019),
-    which needs `beta`.
+    With a `teacher`, a* is its action, and the weight w is 1 or, with `beta`, exp(A/β) of the action taken: imitate
+    more where acting went well. Without a teacher, a* is the action taken itself: advantage-weighted regression (Peng
+    et al. 2019), which needs `beta`.
     """
 
     coefficient: float | str = 0.1
     """Weight of the term, a schedule."""
     teacher: Teacher | None = None
     beta: float | None = None
-    """Temperature of the weights in standard deviations of the advantage; none: all weigh 1."""
+    """Temperature of the weights in units of the advantages that the surrogate uses, which are standard deviations
+    unless their normalisation is off; none: all weigh 1."""
     max_weight: float = 20.0
     """Largest weight; the exponent is clamped before it is taken."""
     name: str = "bc"
@@ -44,7 +46,7 @@ class BehaviourCloning:
         if self.beta is not None:
             check_range("bc.beta", self.beta, low=0, low_open=True)
         elif self.teacher is None:
-            check_range("bc.beta", float("nan"), low=0, low_open=True)
+            raise ConfigError("bc: without a teacher only the weights tell good actions from bad ones; give beta too")
 
     def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:  # noqa: ARG002
         """Keep what to imitate and how much."""

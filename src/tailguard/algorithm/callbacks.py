@@ -1,11 +1,19 @@
-"""Callbacks with Stable-Baselines3's names, called once a rollout. SB3's own callback objects work as they are."""
+"""Callbacks with Stable-Baselines3's names, called once a rollout.
+
+SB3's own callback objects work as they are, as far as they look at the model and not inside SB3's rollout loop:
+`EvalCallback`, `CheckpointCallback`, `StopTrainingOnRewardThreshold` and their like. Frequencies count rollouts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+CallbackFunction = Callable[[dict[str, Any], dict[str, Any]], bool | None]
+"""A function of `learn`'s locals and globals; `locals["self"]` is the agent. False ends the training, None does not."""
 
 
+@runtime_checkable
 class CallbackProtocol(Protocol):
     """What the learner calls."""
 
@@ -44,7 +52,7 @@ class Callback:
 
 
 class _FunctionCallback(Callback):
-    def __init__(self, function: Callable[[dict[str, Any], dict[str, Any]], bool | None]) -> None:
+    def __init__(self, function: CallbackFunction) -> None:
         self.function = function
 
     def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
@@ -72,7 +80,8 @@ class _CallbackList(Callback):
 
     def on_step(self) -> bool:
         # Every callback hears of every step, also after one of them has asked for the end.
-        return all([callback.on_step() for callback in self.callbacks])
+        answers = [callback.on_step() for callback in self.callbacks]
+        return all(answers)
 
     def on_rollout_end(self) -> None:
         for callback in self.callbacks:
@@ -83,17 +92,29 @@ class _CallbackList(Callback):
             callback.on_training_end()
 
 
-CallbackLike = (
-    CallbackProtocol | Callable[[dict[str, Any], dict[str, Any]], bool | None] | Sequence[CallbackProtocol] | None
-)
+CallbackLike = CallbackProtocol | CallbackFunction | Sequence[CallbackProtocol | CallbackFunction] | None
 
 
 def make_callback(given: CallbackLike) -> CallbackProtocol:
-    """One callback from none, one, a function or a list."""
+    """One callback from none, one, a function or a list of callbacks and functions."""
     if given is None:
         return Callback()
     if isinstance(given, Sequence):
         return _CallbackList([make_callback(callback) for callback in given])
-    if hasattr(given, "on_step"):
+    if isinstance(given, CallbackProtocol):
         return given
     return _FunctionCallback(given)
+
+
+class CallbackLogger:
+    """The `logger` of SB3's callbacks: what they record joins the iteration's figures."""
+
+    def __init__(self, metrics: dict[str, Any]) -> None:
+        self.metrics = metrics
+
+    def record(self, key: str, value: Any, exclude: Any = None) -> None:  # noqa: ARG002
+        """Add a figure; there are no output formats here to exclude it from."""
+        self.metrics[key] = value
+
+    def dump(self, step: int = 0) -> None:
+        """Nothing waits to be written."""

@@ -6,9 +6,9 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from tailguard.algorithm.estimate import Baseline, DistributionTarget
+from tailguard.algorithm.estimate import Baseline, DistributionTarget, EstimateConfig
 from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
 from tailguard.algorithm.value_losses import ClipMode, ValueClip
 from tailguard.errors import ConfigError
@@ -35,7 +35,7 @@ class PPOConfig:
     learning_rate: float | str = 3e-4
     """Step size, a schedule; 1e-5 to 1e-2."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of adamw."""
+    """Decoupled weight decay of adamw, 0 to 0.1."""
     gamma: float = 0.99
     """Discount factor, above 0 to 1."""
     gae_lambda: float = 0.95
@@ -43,7 +43,7 @@ class PPOConfig:
     distribution_lambda: float = 0.95
     """λ of the distribution's targets, 0 to 1; below 0.95 the tail gets too mild."""
     distribution_target: DistributionTarget = "sr_lambda"
-    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, which has too mild a tail."""
+    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too mild."""
     baseline: Baseline = "scalar"
     """Value that GAE uses: the scalar head, or the mean of the distribution, which misses crashes rarer than 1/(2N)."""
     twin_mode: TwinMode = "min"
@@ -85,11 +85,12 @@ class PPOConfig:
     log_ratio_limit: float = 20.0
     """Log-ratios beyond this are clamped, and counted."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do with a non-finite log-ratio, loss or gradient: stop the run, or skip the minibatch and count it."""
+    """What to do with a number that is not finite: stop the run and name it, or skip and count. A log-ratio, loss or
+    gradient costs its minibatch, a reward or observation its rollout."""
     normalise_observations: bool = True
     """Scale observations by running statistics, updated between rollouts only."""
     observation_clip: float = 10.0
-    """Bound of scaled observations, in standard deviations."""
+    """Bound of scaled observations, in standard deviations; without scaling there is no bound."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -104,29 +105,54 @@ class PPOConfig:
         check_range("ppo.gamma", self.gamma, low=0, low_open=True, high=1)
         check_range("ppo.gae_lambda", self.gae_lambda, low=0, high=1)
         check_range("ppo.distribution_lambda", self.distribution_lambda, low=0, high=1)
-        check_choice("ppo.distribution_target", self.distribution_target, ("sr_lambda", "lambda_return"))
-        check_choice("ppo.baseline", self.baseline, ("scalar", "distribution"))
-        check_choice("ppo.twin_mode", self.twin_mode, ("min", "mean"))
-        check_choice("ppo.normalise_advantages", self.normalise_advantages, ("global", "per_env", "off"))
+        check_choice("ppo.distribution_target", self.distribution_target, get_args(DistributionTarget))
+        check_choice("ppo.baseline", self.baseline, get_args(Baseline))
+        check_choice("ppo.twin_mode", self.twin_mode, get_args(TwinMode))
+        check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
         check_choice("ppo.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        check_choice("ppo.value_clip", self.value_clip, get_args(ClipMode))
         for name in ("value_coef", "distribution_coef", "huber_kappa", "entropy_floor", "kl_penalty", "weight_decay"):
             check_range(f"ppo.{name}", getattr(self, name), low=0)
+        check_range("ppo.value_clip_limit", self.value_clip_limit, low=0, low_open=True)
+        check_range("ppo.value_clip_sd_ratio", self.value_clip_sd_ratio, low=1)
+        check_range("ppo.max_grad_norm", self.max_grad_norm)
+        check_count("ppo.entropy_window", self.entropy_window, low=0)
+        check_range("ppo.entropy_boost", self.entropy_boost, low=1)
         check_range("ppo.log_ratio_limit", self.log_ratio_limit, low=0, low_open=True, high=80)
         check_range("ppo.observation_clip", self.observation_clip, low=0, low_open=True)
         check_range("ppo.return_decay", self.return_decay, low=0, low_open=True, high=1)
-        for name in ("learning_rate", "clip_range", "entropy_coef"):
-            Schedule.parse(getattr(self, name))
+        _check_schedule("ppo.learning_rate", self.learning_rate)
+        _check_schedule("ppo.clip_range", self.clip_range)
+        _check_schedule("ppo.entropy_coef", self.entropy_coef)
         for name in ("target_kl", "kl_limit"):
             if getattr(self, name) is not None:
                 check_range(f"ppo.{name}", getattr(self, name), low=0, low_open=True)
-        if self.entropy_schedule.decay.start < 0 or self.entropy_schedule.decay.end < 0:
-            raise ConfigError(f"ppo.entropy_coef: {self.entropy_coef} would reward certainty; give 0 or more")
+        if self.entropy_window in (1, 2):
+            raise ConfigError(
+                f"ppo.entropy_window: {self.entropy_window} iterations show no trend; give 0, or 3 or more"
+            )
+        if self.weight_decay > 0 and self.optimizer != "adamw":
+            raise ConfigError(
+                f"ppo.weight_decay: {self.optimizer} has none that is decoupled; set ppo.optimizer to adamw"
+            )
         if self.kl_penalty > 0 and self.target_kl is None:
             raise ConfigError("ppo.kl_penalty: an adaptive penalty needs a target; set ppo.target_kl, 0.01 for example")
         if self.network.critic == "scalar" and self.baseline == "distribution":
             raise ConfigError("ppo.baseline: a scalar critic has no distribution; choose scalar, or another critic")
         if self.value_clip == "per_quantile" and self.network.critic == "categorical":
             raise ConfigError("ppo.value_clip: per_quantile needs a quantile critic; choose mean_only")
+
+    @property
+    def estimates(self) -> EstimateConfig:
+        return EstimateConfig(
+            gamma=self.gamma,
+            lam=self.gae_lambda,
+            distribution_lam=self.distribution_lambda,
+            baseline=self.baseline,
+            twin_mode=self.twin_mode,
+            distribution_target=self.distribution_target,
+            quantiles=self.network.quantiles,
+        )
 
     @property
     def clip(self) -> ValueClip:
@@ -161,3 +187,12 @@ class PPOConfig:
                 raise ConfigError(f"{name}: no such setting. {hint}")
         network = replace(self.network, **{name: value for name, value in options.items() if name in net})
         return replace(self, network=network, **{name: value for name, value in options.items() if name in own})
+
+
+def _check_schedule(name: str, given: float | str) -> None:
+    """Raise unless `given` is a schedule that is never negative."""
+    try:
+        schedule = Schedule.parse(given)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    check_range(name, min(schedule.start, schedule.end), low=0)

@@ -69,8 +69,9 @@ def look(
     agent: ActorCritic, rollout: Rollout, scale: RunningMoments, config: EstimateConfig
 ) -> tuple[tuple[CriticView, ...], AgentState]:
     """Let every critic read the rollout; returns what they said and the trunks' states after the last row."""
+    final_obs = {row: rollout.scale(obs) for row, obs in rollout.final_obs.items()}
     outputs, successors, after = agent.evaluate(
-        rollout.scaled_obs, rollout.final_obs, rollout.start_state, rollout.episode_start
+        rollout.scaled_obs, final_obs, rollout.start_state, rollout.episode_start
     )
     views = []
     for critic, output, next_outputs in zip(agent.each_critic(), outputs, successors, strict=True):
@@ -125,9 +126,7 @@ def estimate(
         if config.distribution_target == "lambda_return":
             samples = targets.unsqueeze(-1)
         else:
-            coins = draw_continuations(
-                next_quantiles.shape, config.distribution_lam, generator, next_quantiles.device
-            )
+            coins = draw_continuations(next_quantiles.shape, config.distribution_lam, generator, next_quantiles.device)
             samples = sr_lambda_targets(
                 rollout.rewards, next_quantiles, rollout.terminated, rollout.truncated, config.gamma, coins
             )
@@ -136,6 +135,6 @@ def estimate(
 
 @torch.no_grad()
 def first_returns(rollout: Rollout, gamma: float) -> Tensor:
-    """Discounted rewards to the end of the rollout or of the episode, [T, N]: a first scale before any critic learned."""
+    """Discounted rewards to the end of the rollout or of the episode, [T, N]: the scale before any critic learned."""
     nothing = torch.zeros_like(rollout.rewards)
     return gae(rollout.rewards, nothing, nothing, rollout.terminated, rollout.truncated, gamma, 1.0)

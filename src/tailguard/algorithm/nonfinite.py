@@ -1,11 +1,14 @@
-"""A non-finite log-ratio, loss or gradient is named and stops the run, or skips the minibatch: never silently."""
+"""A number that is not finite is named and stops the run, or its minibatch or rollout is left out: never silently."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.update import MinibatchLoss
 from tailguard.errors import TailguardError
 
@@ -43,32 +46,44 @@ def check_gradient(norm: Tensor, learner: DistributionalPPO) -> bool:
         for name, parameter in learner.agent.named_parameters()
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all())
     ]
-    return _stop_or_skip(f"gradient of {', '.join(bad[:3])}", "", learner)
+    return _stop_or_skip(f"gradient of {', '.join(bad[:3]) or 'the network as a whole'}", "", learner)
 
 
-def check_rollout(rewards: Tensor, obs: Tensor, learner: DistributionalPPO) -> None:
-    """Refuse a rollout with non-finite rewards or observations: there is nothing sound to learn from it."""
-    for name, values in (("reward", rewards.unsqueeze(-1)), ("observation", obs)):
+def check_rollout(rollout: Rollout, learner: DistributionalPPO) -> bool:
+    """Whether this rollout may be used: one reward or observation that is not finite spoils all estimates before it."""
+    for name, first_row, values in _inputs(rollout):
         # One number for the whole tensor: a sum is finite only if every part of it is.
         if bool(values.sum().isfinite()):
             continue
         bad = (~values.isfinite()).nonzero()
         if len(bad) == 0:
             continue
+        if learner.config.on_nonfinite == "skip":
+            return False
         row, environment, column = bad[0].tolist()
         raise NonFiniteError(
             f"step {learner.num_timesteps:,}: {name} {column} of environment {environment} is "
-            f"{float(values[row, environment, column])} at row {row} of the rollout. Look at the environment's data and "
-            "at the actions it was given."
+            f"{float(values[row, environment, column])} at row {first_row + row} of the rollout. Look at the "
+            "environment's data and at the actions it was given, or set on_nonfinite to skip to leave such rollouts "
+            "out."
         )
+    return True
+
+
+def _inputs(rollout: Rollout) -> Iterator[tuple[str, int, Tensor]]:
+    """What the environments gave, [rows, N, columns] each: its name, the number of its first row, its values."""
+    yield "reward", 0, rollout.rewards.unsqueeze(-1)
+    yield "observation", 0, rollout.obs
+    for row, obs in rollout.final_obs.items():
+        # The last state of an episode that terminated is worth nothing, whatever it looks like.
+        used = ~rollout.terminated[row].unsqueeze(-1)
+        yield "final observation", row, torch.where(used, obs, 0.0).unsqueeze(0)
 
 
 def _stop_or_skip(what: str, place: str, learner: DistributionalPPO) -> bool:
     if learner.config.on_nonfinite == "skip":
         return False
     raise NonFiniteError(
-        f"step {learner.num_timesteps:,}: the {what} is not finite.{place} Lower the learning rate or max_grad_norm, or "
-        "set on_nonfinite to skip to leave such minibatches out."
+        f"step {learner.num_timesteps:,}: the {what} is not finite.{place} Lower the learning rate or max_grad_norm, "
+        "or set on_nonfinite to skip to leave such minibatches out."
     )
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -13,20 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tailguard.algorithm.callbacks import CallbackLike, make_callback
+from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
 from tailguard.algorithm.config import PPOConfig
-from tailguard.algorithm.estimate import EstimateConfig, Estimates, estimate, first_returns, look
+from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
+from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
 from tailguard.algorithm.scale import move_return_scale, old_distribution
 from tailguard.algorithm.schedules import AdaptiveKL, EntropyState, KLStopState, Schedule
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, minibatch_loss
 from tailguard.envs.adapt import as_vector_env, policy_inputs
-from tailguard.errors import ConfigError
 from tailguard.models.agent import ActorCritic
 from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.progress import Progress
 from tailguard.returns import RunningMoments, normalise_advantages
+from tailguard.validate import check_count
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
@@ -37,15 +38,16 @@ if TYPE_CHECKING:
 class LearnerState:
     """What training has come to, besides the weights and the optimiser's moments."""
 
-    carry: Carry
+    carry: Carry | None = None
+    """Where acting stands; None before the first rollout, which starts fresh episodes."""
     num_timesteps: int = 0
     iteration: int = 0
     progress: float = 0.0
     """Share of the asked-for steps that is done, for the schedules."""
     kl_coef: float = 0.0
-    entropy: EntropyState = EntropyState()
+    entropy: EntropyState = field(default_factory=EntropyState)
     skipped: int = 0
-    """Minibatches left out because something in them was not finite."""
+    """Minibatches and rollouts left out because something in them was not finite."""
     degenerate: int = 0
     """Rollouts whose advantages carried no signal."""
 
@@ -80,6 +82,8 @@ class DistributionalPPO:
         self.seed = seed
         self.extensions = tuple(extensions)
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
+        self.prediction_generator = torch.Generator(self.device).manual_seed(seed)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
@@ -89,7 +93,7 @@ class DistributionalPPO:
         self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
         self.optimizer = _make_optimizer(self.agent, self.config, self.learning_rate)
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
-        self.state: LearnerState | None = None
+        self.state = LearnerState(kl_coef=self.config.kl_penalty)
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
 
@@ -101,7 +105,7 @@ class DistributionalPPO:
     @property
     def num_timesteps(self) -> int:
         """Environment steps taken so far."""
-        return 0 if self.state is None else self.state.num_timesteps
+        return self.state.num_timesteps
 
     # --- learning -----------------------------------------------------------------------------------------------
 
@@ -110,19 +114,19 @@ class DistributionalPPO:
         total_timesteps: int,
         callback: CallbackLike = None,
         log_interval: int = 1,
-        progress_bar: bool = False,
+        *,
         reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
     ) -> Self:
         """Train for at least `total_timesteps` environment steps, in whole rollouts.
 
         `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
-        function of `(locals, globals)`, or a list of them; a false return value ends the training.
-        `log_interval`: iterations between two calls of the callback's `on_step`.
+            function of `(locals, globals)`, or a list of them; a false return value ends the training.
+        `log_interval`: rollouts between two updates of the progress bar.
+        `reset_num_timesteps`: count steps, and read schedules, from 0; episodes under way go on in any case.
         """
-        if total_timesteps < 1:
-            raise ConfigError(f"total_timesteps: {total_timesteps} is out of range; it must be at least 1")
-        if self.state is None:
-            self.state = self._begin()
+        check_count("total_timesteps", total_timesteps)
+        check_count("log_interval", log_interval)
         if reset_num_timesteps:
             self.state.num_timesteps = 0
         begun = self.state.num_timesteps
@@ -140,63 +144,54 @@ class DistributionalPPO:
                 self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
                 self.metrics["time/total_timesteps"] = self.state.num_timesteps
                 listener.on_rollout_end()
-                bar.show(self.state.num_timesteps - begun, self.metrics)
-                if self.state.iteration % log_interval == 0 and not listener.on_step():
+                if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
+                    bar.show(self.state.num_timesteps - begun, self.metrics)
+                if not listener.on_step():
                     break
         listener.on_training_end()
         return self
 
     def iterate(self) -> dict[str, float]:
         """One rollout and the updates on it; returns the iteration's figures."""
-        if self.state is None:
-            self.state = self._begin()
         state, config = self.state, self.config
+        before = self._begin() if state.carry is None else state.carry
         scale = self._observation_scale()
-        rollout, carry = collect(self.agent, self.env, state.carry, scale, config.n_steps, self.generator)
-        check_rollout(rollout.rewards, rollout.obs, self)
-        if self.return_moments.count == 0:
+        rollout, carry = collect(self.agent, self.env, before, scale, config.n_steps, self.generator)
+        usable = check_rollout(rollout, self)
+        if usable and self.return_moments.count == 0:
             self.return_moments.update(first_returns(rollout, config.gamma), rollout.valid)
-        views, memory = look(self.agent, rollout, self.return_moments, self._estimate_config())
-        estimates = estimate(views, rollout, self._estimate_config(), self.generator)
-        batch, figures = self._prepare(rollout, estimates)
-        figures |= self._train(batch, rollout.inner_resets)
+        views, memory = look(self.agent, rollout, self.return_moments, self.config.estimates)
+        estimates = estimate(views, rollout, self.config.estimates, self.generator)
+        figures: dict[str, Tensor] = {}
+        if usable:
+            batch, figures = self._prepare(rollout, estimates)
+            figures |= self._train(batch, rollout.inner_resets)
+            if config.normalise_observations:
+                change = self.observation_moments.update(rollout.obs, rollout.valid)
+                figures["data/observation_drift"] = change.mean_shift.max()
+        state.skipped += not usable
         state.carry = Carry(carry.obs, carry.episode_start, (carry.state[0], *memory[1:]))
         state.num_timesteps += config.n_steps * self.env.num_envs
         state.iteration += 1
-        if config.normalise_observations:
-            change = self.observation_moments.update(rollout.obs, rollout.valid)
-            figures["data/observation_drift"] = change.mean_shift.max()
         self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
         return self._report(rollout, estimates, figures)
 
-    def _begin(self) -> LearnerState:
+    def _begin(self) -> Carry:
         """Fresh episodes and empty memories."""
-        obs = self.env.reset(self.seed)
-        if self.config.normalise_observations:
-            self.observation_moments.update(obs)
+        # An agent that goes on after it was loaded must not live through its first episodes again.
+        obs = self.env.reset(self.seed + self.state.iteration)
+        if self.config.normalise_observations and self.observation_moments.count == 0:
+            self.observation_moments.update(obs, obs.isfinite().all(-1))
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
-        carry = Carry(obs, start, self.agent.initial_state(self.env.num_envs))
-        return LearnerState(carry, kl_coef=self.config.kl_penalty)
+        return Carry(obs, start, self.agent.initial_state(self.env.num_envs))
 
     def _observation_scale(self) -> ObservationScale:
         moments = self.observation_moments
-        return ObservationScale(moments.mean.float(), moments.std.float(), self.config.observation_clip)
-
-    def _estimate_config(self) -> EstimateConfig:
-        config = self.config
-        return EstimateConfig(
-            gamma=config.gamma,
-            lam=config.gae_lambda,
-            distribution_lam=config.distribution_lambda,
-            baseline=config.baseline,
-            twin_mode=config.twin_mode,
-            distribution_target=config.distribution_target,
-            quantiles=config.network.quantiles,
-        )
+        clip = self.config.observation_clip if self.config.normalise_observations else math.inf
+        return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
     def _hyper(self) -> Hyper:
         """Today's hyper-parameters; the learning rate is the tensor that the optimiser holds."""
-        assert self.state is not None
         config, progress = self.config, self.state.progress
 
         def tensor(value: float) -> Tensor:
@@ -215,14 +210,16 @@ class DistributionalPPO:
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, estimates: Estimates) -> tuple[Batch, dict[str, Tensor]]:
         """Bring everything into today's units: normalised advantages, targets and old outputs."""
-        assert self.state is not None
         advantages, degenerate = normalise_advantages(
             estimates.advantages, rollout.valid, self.config.normalise_advantages
         )
         self.state.degenerate += int(degenerate.sum())
         moments = self.return_moments
         change = moments.update(estimates.value_targets, rollout.valid)
-        move_return_scale(self.agent, self.optimizer, change)
+        relaid = move_return_scale(self.agent, self.optimizer, change)
+        if relaid:
+            # On other atoms the old logits mean other returns: the critics must say again what they think.
+            estimates = replace(estimates, views=look(self.agent, rollout, moments, self.config.estimates)[0])
         samples = None
         head = self.agent.each_critic()[0].distribution
         if estimates.distribution_targets is not None and head is not None:
@@ -251,14 +248,14 @@ class DistributionalPPO:
             "critic/return_mean": moments.mean.clone(),
             "critic/return_std": moments.std.clone(),
             "critic/return_std_drift": change.std_ratio,
-            "critic/twin_pessimism": estimates.pessimism.mean(),
+            "critic/twin_pessimism": estimates.pessimism[rollout.valid].mean(),
+            "critic/supports_relaid": torch.tensor(float(relaid)),
             "train/advantage_std": estimates.advantages[rollout.valid].std(),
         }
         return (batch if self.agent.remembers else batch.rows_as_sequences()), figures
 
     def _train(self, batch: Batch, inner_resets: bool) -> dict[str, Tensor]:
         """Epochs of minibatches; stops early when the policy has moved too far."""
-        assert self.state is not None
         config = self.config
         rows, sequences = batch.log_probs.shape
         count = max(1, round(sequences * rows / config.minibatch_size))
@@ -267,7 +264,6 @@ class DistributionalPPO:
         hyper = self._hyper()
         stopper, stop = config.kl_stopper, KLStopState.start(self.device)
         seen: list[dict[str, Tensor]] = []
-        steps = 0
         for _ in range(config.epochs):
             order = torch.randperm(sequences, generator=self.generator, device=self.device)
             for index in order.tensor_split(count):
@@ -280,36 +276,39 @@ class DistributionalPPO:
                     if bool(stop.stopped):
                         break
                 self.optimizer.step()
-                steps += 1
                 seen.append(figures)
+                last = index
             if bool(stop.stopped):
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        if not seen:
-            return {"train/n_updates": torch.tensor(0.0)}
-        means = {name: torch.stack([figures[name] for figures in seen]).mean() for name in seen[0]}
-        last_kl = seen[-1]["train/approx_kl"]
-        if config.kl_penalty > 0 and config.target_kl is not None:
-            self.state.kl_coef = AdaptiveKL(config.target_kl).update(self.state.kl_coef, float(last_kl))
+        means = {name: torch.stack([figures[name] for figures in seen]).mean() for name in (seen or [{}])[0]}
+        if config.kl_penalty > 0 and config.target_kl is not None and seen:
+            # Measured after the last step: before it, a single minibatch an iteration would always show 0.
+            reached = self._policy_kl(batch.select(last), inner_resets)
+            self.state.kl_coef = AdaptiveKL(config.target_kl).update(self.state.kl_coef, float(reached))
+            means["train/final_kl"] = reached
         return means | {
-            "train/n_updates": torch.tensor(float(steps)),
+            "train/n_updates": torch.tensor(float(len(seen))),
             "train/early_stop": stop.stopped.float(),
-            "train/last_kl": last_kl,
             "train/learning_rate": hyper.learning_rate.clone(),
             "train/clip_range": hyper.clip_range,
             "train/entropy_coef": hyper.entropy_coef,
             "train/kl_coef": hyper.kl_coef,
         }
 
-    def _accumulate(
-        self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool
-    ) -> dict[str, Tensor] | None:
+    @torch.no_grad()
+    def _policy_kl(self, batch: Batch, inner_resets: bool) -> Tensor:
+        """Exact KL from the policy that acted to today's, mean over the batch."""
+        output = self.agent(batch.obs, batch.state, batch.episode_start, None if inner_resets else False)
+        return masked_mean(self.agent.action_head.kl(batch.parameters, output.parameters), batch.weights)
+
+    def _accumulate(self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool) -> dict[str, Tensor] | None:
         """Gradient of one minibatch, through its microbatches, clipped; None if it must be skipped."""
         config = self.config
         self.optimizer.zero_grad(set_to_none=True)
         figures: dict[str, Tensor] = {}
         parts = [batch.select(part) for part in index.tensor_split(config.microbatches) if part.numel()]
-        total_weight = torch.stack([part.weights.sum() for part in parts]).sum()
+        total_weight = batch.weights.index_select(1, index).sum()
         for part, numbers in zip(parts, index.tensor_split(config.microbatches), strict=False):
             # Without looking at the rows, a fused call needs to know that no episode starts inside.
             found = minibatch_loss(
@@ -330,7 +329,6 @@ class DistributionalPPO:
 
     def _report(self, rollout: Rollout, estimates: Estimates, figures: dict[str, Tensor]) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
-        assert self.state is not None
         valid = rollout.valid
         targets, values = estimates.value_targets[valid], estimates.values[valid]
         figures["train/explained_variance"] = 1 - (targets - values).var() / targets.var().clamp(min=1e-30)
@@ -345,7 +343,7 @@ class DistributionalPPO:
         report["rollout/ep_len_mean"] = self.episodes.mean("length")
         if "pnl" in rollout.outcome:
             report["rollout/ep_pnl_mean"] = self.episodes.mean("pnl")
-        report["warn/skipped_minibatches"] = self.state.skipped
+        report["warn/skipped_nonfinite"] = self.state.skipped
         report["warn/constant_advantages"] = self.state.degenerate
         report["time/iterations"] = self.state.iteration
         self.state.entropy = self.config.entropy_schedule.update(self.state.entropy, report["rollout/ep_rew_mean"])
@@ -377,7 +375,7 @@ class DistributionalPPO:
             start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
         parameters, memory = self.agent.act(obs, memory, start)
         head = self.agent.action_head
-        raw = head.mode(parameters) if deterministic else head.sample(parameters, self.generator)
+        raw = head.mode(parameters) if deterministic else head.sample(parameters, self.prediction_generator)
         action = self.inputs.decode(head.to_env(raw))
         after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
         return (action[0] if single else action), after
@@ -386,6 +384,14 @@ class DistributionalPPO:
         """The environment the agent trains on."""
         return self.env
 
+    def get_vec_normalize_env(self) -> None:
+        """None: the statistics are the agent's own. SB3's callbacks ask."""
+
+    @property
+    def logger(self) -> CallbackLogger:
+        """For SB3's callbacks: what they record joins `metrics`."""
+        return CallbackLogger(self.metrics)
+
     def save(self, path: str | Path) -> None:
         """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""
         from tailguard.algorithm.saving import save_agent
@@ -393,14 +399,22 @@ class DistributionalPPO:
         save_agent(self, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path, env: Any = None, device: torch.device | str | None = None) -> DistributionalPPO:
-        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn."""
+    def load(
+        cls,
+        path: str | Path,
+        env: Any = None,
+        device: torch.device | str | None = None,
+        extensions: Sequence[LossTerm] = (),
+    ) -> DistributionalPPO:
+        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn.
+
+        `extensions`: terms of the loss to learn on with; they are not saved.
+        """
         from tailguard.algorithm.saving import load_agent
 
-        return load_agent(Path(path), env, device)
+        return load_agent(Path(path), env, device, extensions)
 
 
 def _make_optimizer(agent: ActorCritic, config: PPOConfig, learning_rate: Tensor) -> torch.optim.Optimizer:
     kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
     return kind(agent.parameters(), lr=learning_rate, eps=1e-5, weight_decay=config.weight_decay, fused=True)
-

@@ -19,6 +19,7 @@ class ObservationScale:
     mean: Tensor
     std: Tensor
     clip: float
+    """Bound of what comes out; infinite where observations are not normalised."""
 
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
@@ -53,12 +54,15 @@ class Rollout:
     log_probs: Tensor
     """Log-probabilities of the raw actions, [T, N]."""
     rewards: Tensor
+    """[T, N], 0 where `valid` is false."""
     terminated: Tensor
     truncated: Tensor
     valid: Tensor
-    """[T, N] each; rows with `valid` false carry no loss (see `Step`)."""
+    """[T, N] bool each; rows with `valid` false carry no loss (see `Step`)."""
     final_obs: dict[int, Tensor]
-    """True successors, scaled, [N, O], of each row after which some episode ended, and of the last row."""
+    """True successors, raw, [N, O], of each row after which some episode ended, and of the last row."""
+    scale: ObservationScale
+    """What made `scaled_obs` of `obs`."""
     start_state: AgentState
     """Memory of every trunk before the first row."""
     outcome: dict[str, Tensor]
@@ -103,7 +107,7 @@ def collect(
         outcomes.append(step.outcome)
         ended = step.ended
         if t == n_steps - 1 or may_hold_any(ended):
-            final_obs[t] = scale(step.final_obs)
+            final_obs[t] = step.final_obs
         obs, start = step.obs, ended
     stacked = {name: torch.stack(column) for name, column in rows.items()}
     rollout = Rollout(
@@ -113,11 +117,13 @@ def collect(
         actions=stacked["action"],
         parameters=stacked["parameter"],
         log_probs=head.log_prob(stacked["parameter"], stacked["action"]),
-        rewards=stacked["reward"],
+        # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
+        rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
         terminated=stacked["terminated"],
         truncated=stacked["truncated"],
         valid=stacked["valid"],
         final_obs=final_obs,
+        scale=scale,
         start_state=carry.state,
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
     )

@@ -125,7 +125,7 @@ class MinibatchLoss:
     finite: Tensor
     """Whether every log-ratio that counts was finite before it was clamped."""
     log_ratio: Tensor
-    """[L, B]"""
+    """[L, B], 0 where a row does not count."""
 
 
 def minibatch_loss(
@@ -140,7 +140,8 @@ def minibatch_loss(
     """All terms of the loss on one (micro)batch; `total_weight` is the weight of the whole minibatch it belongs to."""
     output = agent(batch.obs, batch.state, batch.episode_start, inner_resets)
     weights = batch.weights
-    total_weight = weights.sum() if total_weight is None else total_weight
+    # Dead rows can fill a small minibatch: its terms are then 0, not 0 / 0.
+    total_weight = (weights.sum() if total_weight is None else total_weight).clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
         return masked_mean(values, weights, total_weight)
@@ -174,7 +175,8 @@ def minibatch_loss(
             if name != "policy":
                 figures[f"train/{name}_loss"] = term.detach()
     total = torch.stack(list(terms.values())).sum()
-    return MinibatchLoss(total, terms, figures, guarded.finite, log_ratio.detach())
+    counted = torch.where(weights != 0, log_ratio.detach(), 0.0)
+    return MinibatchLoss(total, terms, figures, guarded.finite, counted)
 
 
 class _Mean(Protocol):
@@ -207,4 +209,3 @@ def critic_terms(
     if distributions:
         terms["distribution"] = config.distribution_coef * torch.stack(distributions).mean()
     return terms
-

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tailguard.envs.protocol import ActionSpace, Box
+from tailguard.errors import ConfigError
 from tailguard.models.actions import make_action_head
-from tailguard.models.critics import CategoricalCritic, CriticKind, DistributionalCritic, Projection, QuantileCritic, ScalarCritic
+from tailguard.models.critics import (
+    CategoricalCritic,
+    CriticKind,
+    DistributionalCritic,
+    Projection,
+    QuantileCritic,
+    ScalarCritic,
+)
 from tailguard.models.encoder import Activation, Encoder
 from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
 from tailguard.validate import check_choice, check_count, check_range
@@ -61,14 +69,26 @@ class NetworkConfig:
     """Whether the second critic reads the first one's encoder and memory or has its own."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hidden, tuple | list):
+            raise ConfigError(f"network.hidden: {self.hidden!r} is not a list of widths, as [64, 64]")
         for width in self.hidden:
             check_count("network.hidden", width)
-        check_choice("network.memory", self.memory, ("separate", "shared", "none"))
-        check_choice("network.critic", self.critic, ("quantile", "categorical", "scalar"))
-        check_choice("network.twin_trunk", self.twin_trunk, ("shared", "own"))
+        check_choice("network.activation", self.activation, get_args(Activation))
+        check_choice("network.memory", self.memory, get_args(MemoryKind))
+        check_choice("network.std", self.std, ("global", "state"))
+        check_choice("network.critic", self.critic, get_args(CriticKind))
+        check_choice("network.projection", self.projection, get_args(Projection))
+        check_choice("network.twin_trunk", self.twin_trunk, get_args(TwinTrunk))
         check_count("network.lstm_size", self.lstm_size)
-        check_range("network.lstm_layers", self.lstm_layers, low=1, high=2)
+        check_count("network.lstm_layers", self.lstm_layers)
+        check_range("network.lstm_layers", self.lstm_layers, high=2)
         check_count("network.quantiles", self.quantiles, low=2)
+        check_count("network.atoms", self.atoms, low=2)
+        check_range("network.support", self.support[1], low=self.support[0], low_open=True)
+        low, high = self.log_std_bounds
+        check_range("network.log_std_init", self.log_std_init, low=low, high=high, low_open=True, high_open=True)
+        if self.twin_critics and self.twin_trunk == "own" and self.memory == "shared":
+            raise ConfigError("network.twin_trunk: own needs a trunk for each; set network.memory to separate or none")
 
 
 class Trunk(nn.Module):
@@ -191,9 +211,7 @@ class ActorCritic(nn.Module):
             for index in range(len(self.trunks))
         ]
         critics = zip(self.each_critic(), self.critic_trunks, strict=True)
-        return AgentOutput(
-            self.action_head(features[0]), tuple(critic(features[trunk]) for critic, trunk in critics)
-        )
+        return AgentOutput(self.action_head(features[0]), tuple(critic(features[trunk]) for critic, trunk in critics))
 
     @torch.no_grad()
     def evaluate(

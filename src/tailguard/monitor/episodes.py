@@ -22,7 +22,7 @@ class EpisodeTracker:
         """Episodes finished so far."""
 
     def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: dict[str, Tensor]) -> None:
-        """Take in a rollout, [T, N] each; reads the device once."""
+        """Take in a rollout, [T, N] each."""
         counted = torch.where(valid, rewards.double(), 0.0)
         last_rows = ended.any(dim=1).nonzero().flatten().tolist()
         first = 0
@@ -38,12 +38,11 @@ class EpisodeTracker:
             first = row + 1
 
     def _finish(self, row: int, finished: Tensor, outcome: dict[str, Tensor]) -> None:
-        pnl = outcome.get("pnl")
-        for index in finished.nonzero().flatten().tolist():
-            figures = {"return": float(self.returns[index]), "length": float(self.lengths[index])}
-            if pnl is not None:
-                figures["pnl"] = float(pnl[row, index])
-            self.finished.append(figures)
+        figures = {"return": self.returns, "length": self.lengths.double()}
+        if "pnl" in outcome:
+            figures["pnl"] = outcome["pnl"][row].double()
+        for episode in torch.stack(list(figures.values()), dim=1)[finished].tolist():
+            self.finished.append(dict(zip(figures, episode, strict=True)))
             self.count += 1
 
     def mean(self, name: str) -> float:
