@@ -211,6 +211,16 @@ def test_files_that_overlap_are_refused_with_both_rows(good_bars, tmp_path: Path
     )
 
 
+def test_many_paths_have_a_short_name(good_bars, tmp_path: Path) -> None:
+    bars = plain(good_bars(50))
+    paths = [tmp_path / f"{part}.parquet" for part in range(5)]
+    for part, path in enumerate(paths):
+        bars[10 * part : 10 * part + 10].write_parquet(path)
+
+    assert load_bars(paths[:2]).source == f"{paths[0]}, {paths[1]}"
+    assert load_bars(paths).source == f"{paths[0]} … {paths[4]} (5 paths)"
+
+
 def test_a_folder_of_symbols_and_a_file_of_symbols_are_the_same_bars(good_bars, tmp_path: Path) -> None:
     both = [good_bars(50, 1, symbol="BTCUSDT"), good_bars(70, 2, symbol="ETHUSDT", price=2_000.0)]
     folder = tmp_path / "many"

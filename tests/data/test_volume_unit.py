@@ -146,6 +146,17 @@ def test_a_switch_among_bars_without_trade_is_found(good_bars) -> None:
     assert [offender.row for offender in check(sparse).offenders] == [778]
 
 
+def test_a_market_that_mostly_stands_still_can_still_be_judged(good_bars) -> None:
+    """Two of three bars repeat the close before; the usual move is then the mean, as the median is zero."""
+    bars = good_bars(1_200)
+    seldom = bars["close"].gather((pl.int_range(1_200, eager=True) // 3) * 3)
+    still = bars.with_columns(seldom.alias(name) for name in ("open", "high", "low", "close"))
+
+    found = check(in_quote_units(still, 600))
+
+    assert (found.level, found.offenders[0].row) == ("error", 601)
+
+
 @pytest.mark.parametrize(
     ("counts", "claimed", "level"),
     [("base", "base", "ok"), ("quote", "quote", "ok"), ("quote", "base", "error"), ("base", "quote", "error")],

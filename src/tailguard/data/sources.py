@@ -124,7 +124,7 @@ def read_source(path: Paths, *, symbol: str | None = None) -> Source:
     dropped = tuple(name for name in OPTIONAL if name in any_ - common)
     order = ["file", "row", "unreadable", "symbol", "time", *REQUIRED, *(name for name in OPTIONAL if name in common)]
     frame = pl.concat([table.frame.select(order) for table in tables])
-    name = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
+    name = _name(path)
     if symbol is not None:
         frame = _pick(frame, symbol, name, named=any(table.names_symbols for table in tables))
     if frame.is_empty():
@@ -192,6 +192,14 @@ def _pick(frame: pl.DataFrame, symbol: str, source: str, *, named: bool) -> pl.D
     if named or len(there) > 1:
         raise BarsError(f"{source}: no symbol {symbol!r}; there are {', '.join(there)}")
     return frame.with_columns(symbol=pl.lit(symbol))
+
+
+def _name(path: Paths) -> str:
+    """What was given, short enough for a message."""
+    given = [path] if isinstance(path, str | Path) else list(path)
+    if len(given) <= 3:
+        return ", ".join(map(str, given))
+    return f"{given[0]} … {given[-1]} ({len(given)} paths)"
 
 
 def _files(path: Paths) -> list[Path]:

@@ -122,7 +122,9 @@ def find_jumps(volume: Float, price: Float, window: int, smallest: float) -> lis
 def _is_calm(log_price: Float, index: int) -> bool:
     """Whether the moves into `index`, and of the bars before and after it, are of the usual size."""
     moves = np.abs(np.diff(log_price))
-    return bool(moves[max(0, index - 2) : index + 1].max() <= CALM_SIGMAS * 1.4826 * np.median(moves))
+    # The mean stands in where most bars do not move at all.
+    usual = max(1.4826 * np.median(moves), moves.mean())
+    return bool(moves[max(0, index - 2) : index + 1].max() <= CALM_SIGMAS * usual)
 
 
 def _locate(level: Float, start: int, stop: int, middle: float, *, rising: bool) -> int:
