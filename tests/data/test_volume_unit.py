@@ -148,7 +148,7 @@ def test_a_switch_among_bars_without_trade_is_found(good_bars) -> None:
 
 def test_a_market_that_mostly_stands_still_can_still_be_judged(good_bars) -> None:
     """Two of three bars repeat the close before; the usual move is then the mean, as the median is zero."""
-    bars = good_bars(1_200)
+    bars = good_bars(1_200, price=300.0)
     seldom = bars["close"].gather((pl.int_range(1_200, eager=True) // 3) * 3)
     still = bars.with_columns(seldom.alias(name) for name in ("open", "high", "low", "close"))
 
