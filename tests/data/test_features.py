@@ -148,6 +148,13 @@ def test_a_row_is_valid_when_the_slowest_feature_of_its_stretch_is_defined() -> 
     assert longest_warmup(bars, ["return_24", "bollinger_20"]) == 168
 
 
+def test_a_declared_warmup_hides_values_that_are_there_but_not_settled() -> None:
+    feature("own_settling", warmup=7)(lambda: pl.col("close").ewm_mean(span=3))
+    table = compute_features(one_symbol(50), ["own_settling"])
+    np.testing.assert_array_equal(np.isnan(table.values[:, 0]), np.arange(50) < 7)
+    np.testing.assert_array_equal(table.valid, np.arange(50) >= 7)
+
+
 def test_a_portfolio_row_is_valid_when_all_symbols_are() -> None:
     bars = two_symbols()
     valid = compute_features(bars, ["trend_24"]).valid
@@ -378,7 +385,7 @@ def test_a_definition_is_what_the_feature_computes_not_how_it_is_written() -> No
         definition_of(lambda: 1.00001 * (close / close.rolling_mean(20) - 1)),
         definition_of(lambda: close / close.ewm_mean(span=20) - 1),
         definition_of(lambda: close / close.rolling_mean(20) - 1, warmup=21),
-        definition_of(lambda: pl.when(pl.col("volume") == 0).then(1.0).otherwise(close / close.rolling_mean(20) - 1)),
+        definition_of(lambda: pl.when(pl.col("volume") == 0).then(1e-3).otherwise(close / close.rolling_mean(20) - 1)),
     ]
     assert len({plain, *others}) == 6
 

@@ -109,6 +109,12 @@ def test_sizes_in_bars_are_exact_and_end_with_the_last_bar(spare: int, sizes: tu
     assert hours[2] == list(range(hours[1][-1] + 1 + gap, count))
 
 
+def test_a_fraction_that_is_a_whole_number_of_bars_but_for_rounding_is_that_number() -> None:
+    assert 0.29 * 100 < 29
+    split = split_bars(hourly(100), validation=0.29, test=0.29)
+    assert [len(traded_times(part)) for part in parts_of(split)] == [42, 29, 29]
+
+
 def test_durations_are_counted_in_bars() -> None:
     split = split_bars(hourly(1_000), train="2w", validation="3d", test="120m", embargo="1d")
     assert [len(traded_times(part)) for part in parts_of(split)] == [336, 72, 2]
@@ -320,9 +326,13 @@ def test_describe_tells_periods_sizes_and_gaps() -> None:
         "validation 2021-01-26 00:00 to 2021-01-29 00:00, 72 bars │ 2 d │ "
         "test 2021-01-31 00:00 to 2021-02-05 00:00, 120 bars"
     )
-    split = split_bars(hourly(50), train=20, validation=10, test=10, embargo=5)
-    assert "│ 5 h │" in split.describe()
-    assert "│ 0 h" not in split_bars(hourly(50), validation=10, test=10).describe()
+    assert split_bars(hourly(200), validation=10, test=10, embargo=53).describe() == (
+        "train 2021-01-01 00:00 to 2021-01-04 02:00, 74 bars │ 2 d 5 h │ "
+        "validation 2021-01-06 07:00 to 2021-01-06 17:00, 10 bars │ 2 d 5 h │ "
+        "test 2021-01-08 22:00 to 2021-01-09 08:00, 10 bars"
+    )
+    without = split_bars(hourly(50), validation=10, test=10).describe()
+    assert without.count("│") == 2
 
 
 def test_a_request_that_does_not_fit_says_how_many_bars_it_needs_and_fits_with_them() -> None:

@@ -237,5 +237,6 @@ def _describe(parts: dict[str, Bars | None]) -> str:
 
 
 def _in_words(duration: timedelta) -> str:
-    hours = duration / timedelta(hours=1)
-    return f"{hours / 24:g} d" if hours >= 24 else f"{hours:g} h"
+    minutes = duration // timedelta(minutes=1)
+    parts = ((minutes // 1440, "d"), (minutes // 60 % 24, "h"), (minutes % 60, "min"))
+    return " ".join(f"{number:,} {unit}" for number, unit in parts if number)
