@@ -54,6 +54,8 @@ class Exchange(ThreadingHTTPServer):
         self.now = FIRST + (BARS - 1) * HOUR + HOUR // 2  # the last bar is still forming
         self.faults: dict[int, str] = {}
         self.always: str | None = None
+        self.windowed = False
+        """Answer with what lies within `limit` bars of the start, as some exchanges do, even if that is nothing."""
         self.asked: list[int] = []
         """Start time of each request for klines."""
         self.hold = threading.Event()
@@ -104,6 +106,8 @@ class Handler(BaseHTTPRequestHandler):
         exchange.asked.append(since)
         fault = exchange.always or exchange.faults.get(len(exchange.asked))
         rows = [row for row in exchange.klines if row[0] >= since][:limit]
+        if exchange.windowed:
+            rows = [row for row in rows if row[0] < since + limit * HOUR]
         match fault:
             case "429":
                 self.reply({"code": -1003, "msg": "Too many requests"}, 429, {"Retry-After": "0"})
@@ -313,6 +317,26 @@ def test_a_start_before_the_listing_is_searched_to_its_end(
     fetched = download(start="2020-06-01")
     assert_same(fetched.path, exchange.complete)
     assert fetched.missing == (FIRST - parse_time("2020-06-01", 0)) // HOUR
+
+
+@pytest.mark.parametrize("lacking", [998, 999, 1_000, 1_001, 1_500])
+def test_empty_pages_are_stepped_over(download: Callable[..., Fetched], exchange: Exchange, lacking: int) -> None:
+    exchange.windowed = True
+    exchange.klines = [*exchange.klines[:40], *exchange.klines[40 + lacking :]]
+    fetched = download(start="2020-06-01")
+    assert_same(fetched.path, exchange.complete)
+    assert fetched.missing == (FIRST - parse_time("2020-06-01", 0)) // HOUR + lacking
+
+
+def test_rows_in_any_order_are_sorted(
+    download: Callable[..., Fetched], exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Backwards(ccxt.binance):  # type: ignore[misc]
+        def fetch_ohlcv(self, *arguments: Any) -> Any:
+            return super().fetch_ohlcv(*arguments)[::-1]
+
+    monkeypatch.setattr(ccxt, "binance", Backwards)
+    assert_same(download().path, exchange.complete)
 
 
 def test_a_period_without_any_bar_is_an_error(download: Callable[..., Fetched], tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tailguard.data.processes import autoregression, bridge_extremes, flip_probability, heavy_tailed, two_state
+from tailguard.data.processes import (
+    autoregression,
+    bridge_extremes,
+    flip_probability,
+    heavy_tailed,
+    price_extremes,
+    two_state,
+)
 
 
 def test_autoregression_equals_the_recursion() -> None:
@@ -66,3 +73,14 @@ def test_extremes_have_the_law_of_a_brownian_path() -> None:
     assert np.quantile(high, 0.95) == pytest.approx(np.quantile(steps.max(1), 0.95) + missed, rel=0.03)
     assert (high >= np.maximum(move, 0)).all()
     assert (low <= np.minimum(move, 0)).all()
+
+
+def test_extremes_hold_the_body_to_the_last_bit() -> None:
+    rng = np.random.default_rng(6)
+    opened = rng.lognormal(8, 1, 100_000).round(2)
+    closed = (opened * np.exp(rng.normal(0, 0.5, 100_000))).round(2)
+    still = np.zeros(100_000)  # no movement inside the bar: the extremes are the open and the close themselves
+    high, low = price_extremes(opened, closed, still, rng.random(100_000), rng.random(100_000))
+    assert (high >= np.maximum(opened, closed)).all()
+    assert (low <= np.minimum(opened, closed)).all()
+    np.testing.assert_allclose(high, np.maximum(opened, closed), rtol=1e-14)

@@ -80,3 +80,14 @@ def bridge_extremes(move: Float, deviation: Float, uniform_high: Float, uniform_
     high = (move + np.sqrt(move**2 - 2 * deviation**2 * np.log1p(-uniform_high))) / 2
     low = (move - np.sqrt(move**2 - 2 * deviation**2 * np.log1p(-uniform_low))) / 2
     return high, low
+
+
+def price_extremes(
+    opened: Float, closed: Float, deviation: Float, uniform_high: Float, uniform_low: Float
+) -> tuple[Float, Float]:
+    """High and low of bars with these opens and closes and this standard deviation of the log-price."""
+    rise, fall = bridge_extremes(np.log(closed / opened), deviation, uniform_high, uniform_low)
+    # log and exp round: an extreme at the open or the close must not fall inside the body.
+    high = np.maximum(opened * np.exp(rise), np.maximum(opened, closed))
+    low = np.minimum(opened * np.exp(fall), np.minimum(opened, closed))
+    return high, low

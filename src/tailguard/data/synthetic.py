@@ -29,7 +29,7 @@ from tailguard.data.bars import TIME_TYPE, Bars
 from tailguard.data.frequency import parse_frequency
 from tailguard.data.panel import Float
 from tailguard.data.planted import Optimum, ReturnLaw, best_growth, follow
-from tailguard.data.processes import autoregression, bridge_extremes, flip_probability, heavy_tailed, two_state
+from tailguard.data.processes import autoregression, flip_probability, heavy_tailed, price_extremes, two_state
 from tailguard.data.storage import write_frame
 from tailguard.validate import check_count, check_range
 
@@ -307,11 +307,8 @@ def _prices(noise: Noise, moves: Float, volatility: Float, first: float) -> dict
     gap[0] = 0.0
     log_close = math.log(first) + np.cumsum(gap + body)
     log_open = np.concatenate([[math.log(first)], log_close[:-1] + gap[1:]])
-    rise, fall = bridge_extremes(body, volatility, noise.uniform(Stream.HIGH), noise.uniform(Stream.LOW))
     opened, closed = np.exp(log_open), np.exp(log_close)
-    # exp() rounds: an extreme that equals the open or the close must not fall inside the body.
-    high = np.maximum(np.exp(log_open + rise), np.maximum(opened, closed))
-    low = np.minimum(np.exp(log_open + fall), np.minimum(opened, closed))
+    high, low = price_extremes(opened, closed, volatility, noise.uniform(Stream.HIGH), noise.uniform(Stream.LOW))
     return {"open": opened, "high": high, "low": low, "close": closed}
 
 
