@@ -30,7 +30,9 @@ def make_panel() -> PanelMaker:
         draw = np.random.default_rng(seed)
         shape = (rows, assets)
         close = 100 * np.exp(np.cumsum(volatility * draw.standard_t(5, shape), axis=0))
-        start = np.vstack([np.full((1, assets), 100.0), close[:-1]]) * np.exp(0.1 * volatility * draw.normal(size=shape))
+        start = np.vstack([np.full((1, assets), 100.0), close[:-1]]) * np.exp(
+            0.1 * volatility * draw.normal(size=shape)
+        )
         high = np.maximum(start, close) * np.exp(0.5 * volatility * np.abs(draw.normal(size=shape)))
         low = np.minimum(start, close) * np.exp(-0.5 * volatility * np.abs(draw.normal(size=shape)))
         return Panel(

@@ -14,10 +14,15 @@ from tailguard._version import __version__
 if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
+    from tailguard.data.features import compute_features as compute_features
+    from tailguard.data.registry import feature as feature
     from tailguard.data.sources import load_bars as load_bars
+    from tailguard.data.splits import split_bars as split_bars
+    from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
     from tailguard.envs.trading import TradingEnv as TradingEnv
     from tailguard.errors import BarsError as BarsError
+    from tailguard.errors import BarsWarning as BarsWarning
     from tailguard.errors import ConfigError as ConfigError
     from tailguard.errors import TailguardError as TailguardError
     from tailguard.evaluate.backtest import backtest as backtest
@@ -26,12 +31,17 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Bars": "tailguard.data.bars",
     "BarsError": "tailguard.errors",
+    "BarsWarning": "tailguard.errors",
     "ConfigError": "tailguard.errors",
     "DistributionalPPO": "tailguard.algorithm.ppo",
     "MarketConfig": "tailguard.market.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",
     "backtest": "tailguard.evaluate.backtest",
+    "compute_features": "tailguard.data.features",
+    "feature": "tailguard.data.registry",
+    "split_bars": "tailguard.data.splits",
+    "walk_forward": "tailguard.data.splits",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -44,7 +45,9 @@ def _root(
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(help="The same seed makes the same market and the same agent.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the run; an earlier demo in it is replaced.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the run; an earlier demo in it is replaced.")] = Path(
+        "runs/demo"
+    ),
 ) -> None:
     """Train an agent on a synthetic market for a minute or two and show it beside the baselines. Needs no data."""
     from rich.console import Console
@@ -77,7 +80,9 @@ def train(
 
 @app.command("config")
 def show_config(
-    section: Annotated[str | None, typer.Argument(help="Only this section: data, market, env, ppo or training.")] = None,
+    section: Annotated[
+        str | None, typer.Argument(help="Only this section: data, market, env, ppo or training.")
+    ] = None,
 ) -> None:
     """Print the whole default config, each setting with its meaning. Redirect it to a file to start from."""
     from tailguard.config import RunConfig, to_yaml
@@ -157,6 +162,9 @@ def data_fetch(
 
 def main() -> None:
     """Entry point: a user's mistake is one message and exit status 2, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ✓ shows ? instead of failing
     try:
         app()
     except TailguardError as error:

@@ -6,10 +6,10 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,13 +146,12 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
     return "\n".join(lines)
 
 
-@lru_cache
 def field_docs(kind: type) -> Mapping[str, str]:
     """The sentence under each field of a dataclass, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
     docs = {}
-    for item, after in zip(body, body[1:], strict=False):
+    for item, after in itertools.pairwise(body):
         if (
             isinstance(item, ast.AnnAssign)
             and isinstance(item.target, ast.Name)

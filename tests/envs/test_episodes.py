@@ -27,7 +27,9 @@ def test_starts_are_exactly_the_rows_with_a_whole_episode_ahead(seed: int, rows:
     expected = [
         row
         for row in range(rows - length)
-        if begin[row] and usable[row : row + length + 1].all() and (segment[row : row + length + 1] == segment[row]).all()
+        if begin[row]
+        and usable[row : row + length + 1].all()
+        and (segment[row : row + length + 1] == segment[row]).all()
     ]
     found = episode_starts(torch.tensor(begin), torch.tensor(usable), torch.tensor(segment), length)
     assert found.tolist() == expected

@@ -137,7 +137,7 @@ def test_costs_reach_the_figures(bars) -> None:
         (np.full((1_200, 1), 1.5), ConfigError, r"1\.5 times equity.*market\.leverage allows 1"),
         (np.full((1_200, 1), np.inf), TailguardError, "finite"),
         (np.zeros((10, 1)), ConfigError, r"\(10, 1\).*\(1200, 1\)"),
-        (lambda now: np.zeros(3), ConfigError, "one for each asset"),
+        (lambda _: np.zeros(3), ConfigError, "one for each asset"),
     ],
 )
 def test_what_cannot_be_traded_is_refused(bars, policy, error, message) -> None:
@@ -152,7 +152,7 @@ def test_shorts_are_refused_where_they_are_not_allowed(bars) -> None:
 
 def test_an_agent_refuses_bars_of_another_frequency(agent) -> None:
     other = tg.make_market(600, seed=1, frequency="15m").bars
-    with pytest.raises(BarsError, match="15 minutes.*60 minutes"):
+    with pytest.raises(BarsError, match=r"15 minutes.*60 minutes"):
         tg.backtest(agent, other)
 
 

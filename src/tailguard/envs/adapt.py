@@ -95,10 +95,10 @@ class GymnasiumInputs:
         return self.env.actions.decode(action)
 
 
-def policy_inputs(env: VectorEnv) -> PolicyInputs:
-    """How `predict` reads and writes for agents trained on this environment."""
+def policy_inputs(env: Any) -> PolicyInputs:
+    """How `predict` reads and writes for agents trained on this vector environment."""
     if isinstance(env, TradingEnv):
         return FlatInputs(env.observation_size, env.action_space, TradingSpec.of(env))
-    if hasattr(env, "vector_env"):
+    if hasattr(env, "vector_env"):  # asked this way, the numeric core need not import Gymnasium
         return GymnasiumInputs(env)
     return FlatInputs(env.observation_size, env.action_space)

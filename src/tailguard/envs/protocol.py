@@ -56,7 +56,7 @@ class Step:
     """[N] bool: False where nothing happened (the row in which a NEXT_STEP environment resets); such a row carries no
     loss. It is marked terminated, so nothing flows across it and the next row starts an episode."""
     outcome: dict[str, Tensor] = field(default_factory=dict)
-    """Named [N] tensors about this step (costs by kind, running episode P&L, …); empty where the environment has none."""
+    """Named [N] tensors about this step (costs by kind, running episode P&L, …); empty where there are none."""
 
     @property
     def ended(self) -> Tensor:

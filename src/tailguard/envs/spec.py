@@ -58,8 +58,8 @@ class TradingSpec:
         """Refuse bars of another frequency, and several symbols where the agent knows one account a symbol."""
         if panel.frequency_ms != self.frequency_ms:
             raise BarsError(
-                f"{', '.join(panel.symbols)}: bars of {panel.frequency_ms / 60_000:g} minutes; the agent was trained on "
-                f"bars of {self.frequency_ms / 60_000:g} minutes"
+                f"{', '.join(panel.symbols)}: bars of {panel.frequency_ms / 60_000:g} minutes; the agent was trained "
+                f"on bars of {self.frequency_ms / 60_000:g} minutes"
             )
         if self.accounts == "per_symbol" and len(panel.symbols) > 1:
             raise BarsError(
@@ -69,19 +69,15 @@ class TradingSpec:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> TradingSpec:
-        return cls(
-            **{**state, "scaler": Scaler.from_dict(state["scaler"]), "market": MarketConfig(**state["market"])}
-        )
+        return cls(**{**state, "scaler": Scaler.from_dict(state["scaler"]), "market": MarketConfig(**state["market"])})
 
 
 def task_for(
     spec: TradingSpec, bars: Bars, config: MarketConfig | None, dtype: torch.dtype
 ) -> tuple[TradingTask, NDArray[np.bool_], Panel]:
-    """The task an agent knows, on new bars; with it the rows on which its features are defined, and the bars' arrays."""
+    """The task an agent knows, on new bars, the rows on which its features are defined, and the bars' arrays."""
     prepared = prepare(bars, scaler=spec.scaler, accounts=spec.accounts)
     spec.check_fits(prepared.panel)
     market = build_market(prepared.panel, config or spec.market, dtype=dtype)
-    task = TradingTask(
-        market, torch.as_tensor(prepared.features), prepared.names, spec.episode_length, spec.reward
-    )
+    task = TradingTask(market, torch.as_tensor(prepared.features), prepared.names, spec.episode_length, spec.reward)
     return task, prepared.usable, prepared.panel

@@ -31,7 +31,8 @@ Float = NDArray[np.float64]
 class Agent(Protocol):
     """A trained agent: SB3's `predict`, and what its environment looked like."""
 
-    spec: TradingSpec | None
+    @property
+    def spec(self) -> TradingSpec | None: ...
 
     def predict(
         self,

@@ -1,4 +1,4 @@
-"""Figures of a track record, as pure functions of per-bar net returns or of equity. Returns are fractions: 0.01 is 1 %."""
+"""Figures of a track record: pure functions of per-bar net returns or of equity. Returns are fractions, 0.01 is 1 %."""
 
 from __future__ import annotations
 

@@ -12,18 +12,17 @@ from tailguard.evaluate.backtest import BacktestResult
 
 
 def print_table(results: Mapping[str, BacktestResult], title: str, console: Console) -> None:
-    """One row a policy; returns net of all costs."""
+    """One row a policy, returns net of all costs; CVaR/wk is the mean of the worst 5 % of weeks."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title, min_width=26)
-    for heading in ("growth/yr", "volatility", "Sharpe", "max drawdown", "CVaR 5 % (week)", "costs/yr", "turnover/day"):
-        table.add_column(heading, justify="right")
+    table.add_column(title, no_wrap=True)
+    for heading in ("growth/yr", "Sharpe", "max fall", "CVaR/wk", "costs/yr", "turnover/d"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name, result in results.items():
         figures = result.metrics
         costs = sum(value for key, value in figures.items() if key.startswith("cost_"))
         table.add_row(
             name,
-            percent(figures["growth_per_year"]),
-            percent(figures["volatility"], sign=False),
+            growth(figures["growth_per_year"]),
             "–" if math.isnan(figures["sharpe"]) else f"{figures['sharpe']:.2f}",
             percent(figures["max_drawdown"]),
             percent(figures.get("cvar_5_week", math.nan)),
@@ -31,6 +30,11 @@ def print_table(results: Mapping[str, BacktestResult], title: str, console: Cons
             f"{figures['turnover_per_day']:.2f}",
         )
     console.print(table)
+
+
+def growth(value: float) -> str:
+    """A year's growth in percent; as a multiple of equity where percents stop meaning anything."""
+    return f"×{1 + value:,.1f}" if value >= 9.995 else percent(value)
 
 
 def percent(value: float, sign: bool = True) -> str:

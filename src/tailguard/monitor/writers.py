@@ -28,11 +28,11 @@ class TensorBoardWriter(Callback):
         # TensorBoard takes a second to import; only who writes for it should wait.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder))
 
     def on_rollout_end(self) -> None:
         for name, value in self.model.metrics.items():
-            self.writer.add_scalar(name, value, self.model.num_timesteps)  # type: ignore[no-untyped-call]
+            self.writer.add_scalar(name, value, self.model.num_timesteps)
 
     def on_training_end(self) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()

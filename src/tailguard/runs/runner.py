@@ -22,7 +22,7 @@ from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
-from tailguard.evaluate.table import percent, print_table
+from tailguard.evaluate.table import growth, print_table
 from tailguard.monitor.writers import JsonlWriter, TensorBoardWriter
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def train(config: RunConfig, folder: Path, console: Console, *, replace: bool = 
     agent.save(folder / AGENT)
     result = RunResult(folder, agent, _evaluate(agent, config, split.test, synthetic))
     console.print()
-    print_table(result.results, "test period, net of costs", console)
+    print_table(result.results, "test, net of costs", console)
     console.print(f"\nverdict  {verdict(result)}", soft_wrap=True)
     console.print(f"saved    {folder / AGENT}  (curves: tensorboard --logdir {folder})", soft_wrap=True)
     return result
@@ -83,14 +83,14 @@ def verdict(result: RunResult) -> str:
     agent = result.results[AGENT].metrics
     held = result.results["buy & hold"].metrics
     better = agent["growth_per_year"] > held["growth_per_year"]
-    growth = agent["growth_per_year"]
+    won = agent["growth_per_year"] > 0
     words = (
-        f"out of sample the agent {'grew' if growth > 0 else 'lost'} {percent(growth)} a year net of costs, "
-        f"{'more' if better else 'less'} than buy & hold ({percent(held['growth_per_year'])})"
+        f"out of sample the agent {'grew' if won else 'lost'}: {growth(agent['growth_per_year'])} a year net of costs, "
+        f"{'more' if better else 'less'} than buy & hold ({growth(held['growth_per_year'])})"
     )
     if not math.isnan(result.captured):
         words += f"; that is {100 * result.captured:.0f} % of the log-growth of the planted optimum on these bars"
-    if growth <= 0:
+    if not won:
         words += ". It lost money: do not trade it"
     return words + "."
 
