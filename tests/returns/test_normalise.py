@@ -259,6 +259,15 @@ def test_off_leaves_advantages_alone() -> None:
     assert not degenerate
 
 
+def test_inputs_stay_untouched() -> None:
+    data, valid = random_advantages(6, 2), torch.rand(6, 2, generator=torch.Generator().manual_seed(0)) < 0.5
+    copy = data.clone()
+    for mode in ("global", "per_env", "off"):
+        normalise_advantages(data, valid, mode)
+    RunningMoments().update(data, valid)
+    assert torch.equal(data, copy)
+
+
 def test_no_value_is_read_on_the_host() -> None:
     """Meta tensors have no data: any branch on a value would raise."""
     for mode in ("global", "per_env", "off"):

@@ -29,10 +29,11 @@ def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     samples: [M, ...]; valid: bool, broadcastable to samples. Invalid entries are selected away, so they may hold NaN.
     """
-    samples = torch.where(valid, samples.double(), 0.0)
+    invalid = ~valid
+    deviations = samples.to(torch.float64, copy=True).masked_fill_(invalid, 0.0)
     count = valid.sum(0).double()
-    mean = samples.sum(0) / count.clamp_min(1.0)
-    squares = torch.where(valid, samples - mean, 0.0).square().sum(0)
+    mean = deviations.sum(0) / count.clamp_min(1.0)
+    squares = deviations.sub_(mean).masked_fill_(invalid, 0.0).square_().sum(0)
     return count, mean, squares
 
 
@@ -156,7 +157,7 @@ def normalise_advantages(
     if valid is None:
         valid = torch.ones_like(advantages, dtype=torch.bool)
     if mode == "off":
-        return torch.where(valid, advantages, 0.0), torch.zeros((), dtype=torch.bool, device=advantages.device)
+        return advantages.masked_fill(~valid, 0.0), torch.zeros((), dtype=torch.bool, device=advantages.device)
     if mode == "global":
         count, mean, squares = _moments(advantages.reshape(-1), valid.reshape(-1))
     elif mode == "per_env":
@@ -173,9 +174,10 @@ def normalise_advantages(
     rms = (mean.square() + squares / count.clamp_min(1.0)).sqrt()
     enough = count >= 2.0
     degenerate = enough & (std <= 1e-6 * (mean.abs() + rms) + 1e-12)
-    scaled = torch.where(degenerate, 0.0, (advantages.double() - mean) / std)
-    scaled = torch.where(enough, scaled, advantages.double())
-    return torch.where(valid, scaled, 0.0).to(advantages.dtype), degenerate
+    # n < 2: nothing to compare with, (A − 0) / 1 is A itself.
+    offset, scale = mean.masked_fill(~enough, 0.0), std.masked_fill(~enough, 1.0)
+    normalised = (advantages.double() - offset).div_(scale).masked_fill_(degenerate | ~valid, 0.0)
+    return normalised.to(advantages.dtype), degenerate
 
 
 @torch.no_grad()
