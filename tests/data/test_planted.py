@@ -50,7 +50,7 @@ def test_free_trading_is_kelly() -> None:
     law = ReturnLaw(np.array([[0.2, -0.2]]), np.array([0.55, 0.45]), np.array([[1.0]]))
     best = best_growth(law, cost=0.0, bars_per_year=1.0)
     assert best.low[0] == best.high[0] == 0.5
-    assert best.growth == pytest.approx(0.55 * np.log(1.1) + 0.45 * np.log(0.9), rel=1e-7)
+    assert best.log_growth == pytest.approx(0.55 * np.log(1.1) + 0.45 * np.log(0.9), rel=1e-7)
     assert best.mean == pytest.approx(0.5 * 0.02, rel=1e-7)
     assert best.deviation == pytest.approx(0.5 * np.sqrt(0.04 - 0.02**2), rel=1e-7)
 
@@ -62,12 +62,12 @@ def test_leverage_caps_kelly_in_both_states() -> None:
     np.testing.assert_array_equal(best.high, [-2.0, 2.0])
     long = law.probability @ np.log1p(2.0 * law.returns[1])
     short = law.probability @ np.log1p(-2.0 * law.returns[0])
-    assert best.growth == pytest.approx((long + short) / 2, rel=1e-7)
+    assert best.log_growth == pytest.approx((long + short) / 2, rel=1e-7)
 
 
 def test_prohibitive_costs_mean_never_trading() -> None:
     best = best_growth(TRADING, cost=0.4, bars_per_year=1.0)
-    assert best.growth == pytest.approx(0, abs=1e-12)
+    assert best.log_growth == pytest.approx(0, abs=1e-12)
     assert best.turnover == pytest.approx(0, abs=1e-12)
     assert (best.low <= 0).all()
     assert (best.high >= 0).all()
@@ -75,7 +75,7 @@ def test_prohibitive_costs_mean_never_trading() -> None:
 
 def test_nothing_planted_earns_nothing() -> None:
     best = best_growth(symmetric_law(0.0, 0.03, 0.1), cost=0.001, bars_per_year=1.0)
-    assert best.growth == pytest.approx(0, abs=1e-12)
+    assert best.log_growth == pytest.approx(0, abs=1e-12)
 
 
 def test_growth_equals_an_independent_value_iteration(optimum: Optimum) -> None:
@@ -95,14 +95,14 @@ def test_growth_equals_an_independent_value_iteration(optimum: Optimum) -> None:
             fresh[state] = (price + ahead).max(1)
         gained, value = fresh - value, fresh
     assert np.ptp(gained) < 1e-9
-    assert optimum.growth == pytest.approx(gained.mean(), rel=1e-4)
+    assert optimum.log_growth == pytest.approx(gained.mean(), rel=1e-4)
 
 
 def test_growth_equals_monte_carlo_of_the_policy(optimum: Optimum) -> None:
     paths = simulate(TRADING, optimum.low[None], optimum.high[None], paths=20_000, bars=500)[0]
     error = paths.std() / np.sqrt(len(paths))
-    assert abs(paths.mean() - optimum.growth) < 3 * error
-    assert error < 0.012 * optimum.growth
+    assert abs(paths.mean() - optimum.log_growth) < 3 * error
+    assert error < 0.012 * optimum.log_growth
 
 
 def test_no_band_on_a_grid_beats_the_optimum(optimum: Optimum) -> None:
@@ -120,14 +120,14 @@ def test_no_band_on_a_grid_beats_the_optimum(optimum: Optimum) -> None:
 
 
 def test_costs_never_help_and_leverage_never_hurts() -> None:
-    by_cost = [best_growth(TRADING, cost=cost, bars_per_year=1.0).growth for cost in (0, 0.002, 0.006, 0.02)]
+    by_cost = [best_growth(TRADING, cost=cost, bars_per_year=1.0).log_growth for cost in (0, 0.002, 0.006, 0.02)]
     assert by_cost == sorted(by_cost, reverse=True)
     by_leverage = [
-        best_growth(TRADING, cost=0.006, leverage=leverage, bars_per_year=1.0).growth for leverage in (0.5, 1, 2)
+        best_growth(TRADING, cost=0.006, leverage=leverage, bars_per_year=1.0).log_growth for leverage in (0.5, 1, 2)
     ]
     assert by_leverage == sorted(by_leverage)
     by_holding = [
-        best_growth(TRADING, cost=0.006, holding=rate, bars_per_year=1.0).growth for rate in (0, 0.0005, 0.002)
+        best_growth(TRADING, cost=0.006, holding=rate, bars_per_year=1.0).log_growth for rate in (0, 0.0005, 0.002)
     ]
     assert by_holding == sorted(by_holding, reverse=True)
 
@@ -142,7 +142,8 @@ def test_ruinous_weights_are_never_held() -> None:
 
 def test_yearly_figures() -> None:
     best = Optimum(0.001, 0.002, 0.01, 0.1, np.array([0.0]), np.array([0.0]), bars_per_year=365.0)
-    assert best.growth_per_year == pytest.approx(0.365)
+    assert best.log_growth_per_year == pytest.approx(0.365)
+    assert best.growth_per_year == pytest.approx(np.exp(0.365) - 1)
     assert best.sharpe == pytest.approx(0.2 * np.sqrt(365))
 
 

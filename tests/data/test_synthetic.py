@@ -244,7 +244,7 @@ class TestPlantedSignal:
 class TestOptimum:
     def test_the_demo_signal_is_worth_what_the_docs_say(self) -> None:
         best = make_market(10, signal=5).optimum()
-        assert best.growth_per_year == pytest.approx(2.761, abs=0.002)
+        assert best.log_growth_per_year == pytest.approx(2.761, abs=0.002)
         assert best.sharpe == pytest.approx(4.57, abs=0.02)
 
     def test_growth_is_drift_minus_variance_minus_costs(self) -> None:
@@ -255,14 +255,14 @@ class TestOptimum:
         drifted = (HOURS_PER_YEAR - flips) / 2 * 2 * float(market.law().probability @ np.abs(market.law().returns[0]))
         paid = 0.0006 * (2 * flips + drifted) + 0.0001 * HOURS_PER_YEAR / 8
         expected = 5 * VOLATILITY - VOLATILITY**2 / 2 - paid
-        assert market.optimum(0.0006, funding=0.0001).growth_per_year == pytest.approx(expected, abs=0.002)
+        assert market.optimum(0.0006, funding=0.0001).log_growth_per_year == pytest.approx(expected, abs=0.002)
 
     def test_nothing_planted_nothing_to_earn(self) -> None:
-        assert make_market(10).optimum().growth_per_year == pytest.approx(0, abs=1e-8)
+        assert make_market(10).optimum().log_growth_per_year == pytest.approx(0, abs=1e-8)
 
     def test_the_oracle_earns_it_on_the_bars(self, traded: SyntheticMarket, oracle_growth: float) -> None:
         error = VOLATILITY / np.sqrt(len(traded.bars) / HOURS_PER_YEAR)
-        assert oracle_growth == pytest.approx(traded.optimum().growth_per_year, abs=2 * error)
+        assert oracle_growth == pytest.approx(traded.optimum().log_growth_per_year, abs=2 * error)
         assert oracle_growth > 6 * error
 
     def test_a_moving_average_of_order_flow_earns_most_of_it(

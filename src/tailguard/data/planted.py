@@ -8,6 +8,7 @@ a grid of weights, with a discount so close to one that the discounted optimum i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +47,7 @@ class ReturnLaw:
 class Optimum:
     """The growth-optimal policy and what it earns, net of costs."""
 
-    growth: float
+    log_growth: float
     """Expected log-growth of equity, per bar."""
     mean: float
     """Expected simple return, per bar."""
@@ -61,9 +62,14 @@ class Optimum:
     bars_per_year: float
 
     @property
+    def log_growth_per_year(self) -> float:
+        """Expected log-growth per year: the figure to take shares of, because it adds up over time."""
+        return self.log_growth * self.bars_per_year
+
+    @property
     def growth_per_year(self) -> float:
-        """Expected log-growth per year; equity multiplies by its exponential in the typical year."""
-        return self.growth * self.bars_per_year
+        """What that compounds to: growth of equity in the typical year, as a fraction."""
+        return math.expm1(self.log_growth_per_year)
 
     @property
     def sharpe(self) -> float:
@@ -177,7 +183,7 @@ def _summarise(programme: _Programme, law: ReturnLaw, action: NDArray[np.int64],
     growth, mean, square, turnover = (1 - DISCOUNT) * totals[:, 0, totals.shape[2] // 2]  # a trader who starts flat
     held = [programme.weights[row == np.arange(len(row))] for row in action]
     return Optimum(
-        growth=float(growth),
+        log_growth=float(growth),
         mean=float(mean),
         deviation=float(np.sqrt(max(square - mean**2, 0.0))),
         turnover=float(turnover),

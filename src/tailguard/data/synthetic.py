@@ -56,8 +56,8 @@ FLOW_SHIFT, FLOW_NOISE, FLOW_SHOCK = 0.025, 0.02, 0.03
 
 # Trading activity, in quote currency.
 FIRST_PRICE = 30_000.0
-VALUE_PER_HOUR = 3e8
-TRADE_VALUE = 3_000.0
+VALUE_PER_HOUR = 6e8
+TRADE_VALUE = 4_000.0
 ACTIVITY_SIZE, ACTIVITY_HOURS, ACTIVITY_NOISE = 0.35, 24.0, 0.2
 
 DEFAULT_COST = 0.0006
@@ -232,9 +232,9 @@ def describe(market: SyntheticMarket) -> str:
     best = market.optimum()
     where = "" if assets == 1 else " in each asset alone"
     return (
-        f"{text}signal {market.signal:g}: best achievable log-growth{where} {best.growth_per_year:+.2f} per year "
-        f"(equity ×{math.exp(best.growth_per_year):.3g}), Sharpe {best.sharpe:.1f}, net of {DEFAULT_COST * 1e4:g} bp a "
-        f"trade and {DEFAULT_FUNDING * 1e4:g} bp funding per 8 h"
+        f"{text}signal {market.signal:g}: best achievable log-growth{where} {best.log_growth_per_year:+.2f} per year "
+        f"(equity ×{1 + best.growth_per_year:.3g}), Sharpe {best.sharpe:.1f}, net of {DEFAULT_COST * 1e4:g} bp a trade "
+        f"and {DEFAULT_FUNDING * 1e4:g} bp funding per 8 h"
     )
 
 
