@@ -136,6 +136,9 @@ def test_a_series_without_value_yet_is_no_observation() -> None:
     _, state = run(schedule, [math.nan, 1.0, math.nan, 1.0], updates=4)
     assert state.history == (1.0, 1.0)
     assert state.plateaus == 0
+    _, state = run(schedule, [1.0] * 3 + [math.nan] * 3 + [1.0] * 2, updates=8)
+    assert (state.plateaus, state.boosted) == (1, 0)
+    assert schedule.update(state, 1.0).plateaus == 2
 
 
 def test_entropy_state_survives_json_in_the_middle_of_a_boost() -> None:

@@ -304,6 +304,18 @@ def test_an_unmoved_prediction_has_the_plain_loss_and_gradient_and_counts_as_unc
     assert clipped.clipped.sum().item() == 0.0
 
 
+@pytest.mark.parametrize(
+    "critic", [ScalarCritic(8), QuantileCritic(8), CategoricalCritic(8)], ids=lambda c: type(c).__name__
+)
+def test_rounding_within_the_limit_is_not_counted_as_a_clip(critic: Critic) -> None:
+    generator = torch.Generator().manual_seed(0)
+    output = critic(torch.randn(256, 8, generator=generator)).detach() * 300
+    old = output + 1e-3 * torch.randn(output.shape, generator=generator)
+    targets = critic.encode(torch.randn(256, 4, generator=generator))
+    for mode in ("mean_only", "mean_and_variance"):
+        assert critic_loss(critic, output, targets, old, ValueClip(mode)).clipped.sum().item() == 0.0
+
+
 def make_cases() -> list[tuple[str, Critic, ClipMode, float]]:
     cases: list[tuple[str, Critic, ClipMode, float]] = [("scalar", ScalarCritic(1), "mean_only", 0.0)]
     for mode in ("off", *MODES):

@@ -210,7 +210,7 @@ def test_raw_predictions_survive_a_scale_update(kind: Literal["scalar", "quantil
     torch.testing.assert_close(raw(critic, mean, std), before, atol=1e-9, rtol=0)
 
 
-def test_categorical_predictions_survive_ten_thousand_float32_updates() -> None:
+def test_the_support_survives_ten_thousand_updates_of_a_float32_head() -> None:
     critic = CategoricalCritic(4, gain=3.0)
     features = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
     before = critic.mean(critic(features))
@@ -220,6 +220,8 @@ def test_categorical_predictions_survive_ten_thousand_float32_updates() -> None:
     after = critic.mean(critic(features)) * scales[-1] / scales[0]
     assert before.abs().max().item() > 1.0
     torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
+    expected = torch.tensor([-10.0, 10.0], dtype=torch.float64) * (scales[0].double() / scales[-1].double())
+    torch.testing.assert_close(critic.support, expected, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("new", [(-20.0, 20.0), (-8.0, 12.0), (-5.0, 5.0), (-13.7, 9.1)])

@@ -139,7 +139,7 @@ class EntropySchedule:
             return state
         boosted = max(state.boosted - 1, 0)
         history = (*state.history, monitored)[-self.window :] if math.isfinite(monitored) else state.history
-        if boosted == 0 and len(history) == self.window and is_plateau(history, self.tolerance):
+        if len(history) == self.window and is_plateau(history, self.tolerance):
             return EntropyState((), self.window, state.plateaus + 1)
         return EntropyState(history, boosted, state.plateaus)
 

@@ -243,33 +243,36 @@ def _positions(samples: Tensor, atoms: Tensor) -> Tensor:
     return ((samples - atoms[0]) / spacing).clamp(0, atoms.numel() - 1)
 
 
-def two_hot(samples: Tensor, atoms: Tensor) -> Tensor:
-    """Mean over M of each sample's mass split between its two neighbouring atoms, [..., M] to [..., K].
+def two_hot(samples: Tensor, atoms: Tensor, mass: Tensor | None = None) -> Tensor:
+    """Each sample's mass (1/M unless given), split between its two neighbouring atoms, [..., M] to [..., K].
 
-    Written as the triangular kernel max(0, 1 − |y − z|/Δ): mass one and mean kept also where a sample meets an atom.
+    Total mass and, inside the support, the mean are kept (Bellemare et al. 2017, equation 7), also where a sample meets
+    an atom. CUDA adds in no fixed order; ``torch.use_deterministic_algorithms`` makes it repeatable.
     """
     positions = _positions(samples, atoms)
-    index = torch.arange(atoms.numel(), dtype=atoms.dtype, device=atoms.device)
-    # One sample at a time: [..., K] stays in cache where [..., M, K] would not.
-    total = torch.zeros_like(positions[..., :1] + index)
-    for position in positions.unbind(-1):
-        total += 1 - (position.unsqueeze(-1) - index).abs_().clamp_(max=1)
-    return total / positions.shape[-1]
+    mass = torch.full_like(positions, 1 / positions.shape[-1]) if mass is None else mass
+    lower = positions.detach().long().clamp(max=atoms.numel() - 2)
+    upper_mass = mass * (positions - lower)
+    empty = positions.new_zeros(*positions.shape[:-1], atoms.numel())
+    return empty.scatter_add(-1, lower, mass - upper_mass).scatter_add(-1, lower + 1, upper_mass)
 
 
 def hl_gauss(samples: Tensor, atoms: Tensor, width: float = HL_GAUSS_WIDTH) -> Tensor:
     """Mean over M of N(y, (width·Δ)²) integrated over each atom's bin and renormalised, [..., M] to [..., K].
 
     Farebrother et al. 2024. The mean is kept, except within about Δ of the ends of the support, where it is pulled in.
+    Bins more than seven standard deviations from the sample are left out.
     """
-    positions = _positions(samples, atoms)
-    count = atoms.numel()
-    edges = torch.arange(count + 1, dtype=atoms.dtype, device=atoms.device) - 0.5
-    total = torch.zeros_like(positions[..., :1] + edges[1:])
-    for position in positions.unbind(-1):
-        cdf = ((edges - position.unsqueeze(-1)) * (math.sqrt(0.5) / width)).erf_()
-        total += cdf.diff(dim=-1) / (cdf[..., -1:] - cdf[..., :1])
-    return total / positions.shape[-1]
+    positions = _positions(samples, atoms).unsqueeze(-1)
+    reach = math.ceil(7 * width)
+    offsets = torch.arange(-reach, reach + 2, dtype=atoms.dtype, device=atoms.device)
+    nearest = positions.round()
+    bins = nearest + offsets[:-1]
+    cdf = ((nearest - positions + (offsets - 0.5)) * (math.sqrt(0.5) / width)).erf_()
+    mass = cdf.diff(dim=-1) * ((bins >= 0) & (bins < atoms.numel()))
+    mass = mass / (mass.sum(-1, keepdim=True) * samples.shape[-1])
+    index = bins.clamp_(0, atoms.numel() - 1).long().flatten(-2)
+    return mass.new_zeros(*samples.shape[:-1], atoms.numel()).scatter_add(-1, index, mass.flatten(-2))
 
 
 def _inverse_cdf(probabilities: Tensor, atoms: Tensor, levels: Tensor) -> Tensor:
