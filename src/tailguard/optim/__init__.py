@@ -1,0 +1,1 @@
+"""Optimisers and gradient scaling that work on any torch model."""
