@@ -85,6 +85,14 @@ def test_pinball_of_equal_quantile_and_target_is_zero_with_a_valid_subgradient()
     assert abs(gradient.item()) <= 0.5
 
 
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
+def test_a_nan_target_shows_in_the_loss(kappa: float) -> None:
+    quantiles, targets = random_case(ties=False)
+    targets[2, 4] = math.nan
+    loss = quantile_loss(quantiles, targets.sort(-1).values, midpoints(5, dtype=torch.float64), kappa)
+    assert loss.isnan().tolist() == [False, False, True, False, False, False]
+
+
 @pytest.mark.parametrize("kappa", [1.0, 0.3])
 def test_quantile_huber_equals_the_loop_over_all_pairs_divided_by_kappa(kappa: float) -> None:
     quantiles, targets = random_case(ties=True)

@@ -61,7 +61,8 @@ def pinball_loss(quantiles: Tensor, sorted_targets: Tensor, tau: Tensor) -> Tens
     that the loss does not grow with the number of quantiles; the papers sum.
 
     With c targets below q and S their sum, Σ_j ρ(y_j − q) = τ Σ_j (y_j − q) + c q − S, and the slope in q is c − Mτ: a
-    search in the sorted targets replaces the [..., N, M] differences and their backward pass.
+    search in the sorted targets replaces the [..., N, M] differences and their backward pass. Counts are always finite:
+    a NaN shows in the loss, not in the gradient.
     """
     count = sorted_targets.shape[-1]
     with torch.no_grad():
