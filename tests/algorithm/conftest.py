@@ -197,8 +197,10 @@ def _numbers(learner: DistributionalPPO) -> Iterator[tuple[str, Tensor]]:
     yield "num_timesteps", torch.tensor(learner.num_timesteps)
     yield "iteration", torch.tensor(learner.state.iteration)
     yield "kl_coef", torch.tensor(learner.state.kl_coef)
-    if learner.state.carry is not None:
-        yield "obs", learner.state.carry.obs.clone()
-        for trunk, state in enumerate(learner.state.carry.state):
+    carry = learner.state.carry
+    if carry is not None:
+        yield "obs", carry.obs.clone()
+        for trunk, state in enumerate(carry.state):
             for part, value in enumerate(state):
-                yield f"memory.{trunk}.{part}", value.clone()
+                # Where an episode starts the memory is cleared before it is read.
+                yield f"memory.{trunk}.{part}", value.masked_fill(carry.episode_start[:, None], 0.0)

@@ -320,10 +320,12 @@ class DistributionalPPO:
             for name, value in found.figures.items():
                 figures[name] = figures[name] + value if name in figures else value
             figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
-        limit = config.max_grad_norm if config.max_grad_norm > 0 else math.inf
-        norm = nn.utils.clip_grad_norm_(self.agent.parameters(), limit)
+        parameters = [parameter for parameter in self.agent.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not check_gradient(norm, self):
             return None
+        if config.max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         figures["train/grad_norm"] = norm
         return figures
 
