@@ -75,15 +75,17 @@ def test_a_gap_past_the_liquidation_price_takes_the_whole_equity_and_books_the_d
     assert states[2].weights.item() == 0.0
 
 
-def test_a_gap_that_leaves_something_closes_at_the_open_and_not_at_the_worst_price(
-    hand_panel: Callable[..., Panel], margin_config: MarketConfig, trade: Trade
+@pytest.mark.parametrize("wanted", [10.0, 0.0, -10.0])
+def test_a_gap_that_leaves_something_closes_at_the_open_before_any_order(
+    hand_panel: Callable[..., Panel], margin_config: MarketConfig, trade: Trade, wanted: float
 ) -> None:
     """10× long and a gap of −9 %: equity 0.1 on a notional of 9.1, below the margin of 0.182."""
     panel = hand_panel(open=[100, 100, 91], close=[100, 100, 120], high=[100, 100, 120], low=[100, 100, 50])
-    states, (_, bar) = trade(build_market(panel, margin_config, dtype=torch.float64), one_bar(10.0).expand(2, 1, 1))
+    market = build_market(panel, margin_config, dtype=torch.float64)
+    states, (_, bar) = trade(market, torch.cat((one_bar(10.0), one_bar(wanted))))
     assert bar.liquidated.item()
     assert states[2].equity.item() == pytest.approx(0.1 - FEE * 9.1)
-    assert bar.shortfall.item() == 0.0
+    assert bar.shortfall.item() == bar.turnover.item() == 0.0
 
 
 def test_funding_that_eats_the_margin_closes_the_account_at_the_close(
@@ -96,6 +98,17 @@ def test_funding_that_eats_the_margin_closes_the_account_at_the_close(
     assert bar.funding.item() == pytest.approx(0.38)
     assert bar.pnl.item() == pytest.approx(-0.5)
     assert states[1].equity.item() == pytest.approx(0.12 - FEE * 9.5)
+
+
+def test_interest_that_eats_the_margin_closes_the_account_at_the_close(
+    hand_panel: Callable[..., Panel], free_market: Callable[..., MarketConfig], trade: Trade
+) -> None:
+    """100× long for a day at 100 % a year: 99/365.25 of interest leaves 0.729, below the margin of 0.73."""
+    config = free_market(borrow_rate=1.0, leverage=100.0, maintenance_margin=0.0073)
+    panel = hand_panel(open=[100, 100], frequency_ms=24 * 3_600_000)
+    states, (bar,) = trade(build_market(panel, config, dtype=torch.float64), one_bar(100.0))
+    assert bar.liquidated.item()
+    assert states[1].equity.item() == pytest.approx(1 - 99 / 365.25)
 
 
 def test_an_account_closed_inside_the_bar_never_comes_to_its_funding(

@@ -139,6 +139,14 @@ def test_a_day_has_funding_stamps_at_00_08_and_16_utc(
     assert rates.sum().item() == pytest.approx(0.003, rel=1e-12)
 
 
+def test_reach_bounds_price_loss_funding_interest_and_margin(hand_panel: Callable[..., Panel]) -> None:
+    """A range of −20 % to +10 % reaches 0.2; margin 1 % and funding 0.3 % are on up to 1.2, interest on 1."""
+    panel = hand_panel(open=[100], high=[110], low=[80], funding=[-0.003], start_ms=1_609_459_200_000 + 7 * 3_600_000)
+    config = MarketConfig(maintenance_margin=0.01, borrow_rate=0.36525)
+    reach = column(build_market(panel, config, dtype=torch.float64), "reach").item()
+    assert reach == pytest.approx(0.2 + 0.013 * 1.2 + 0.36525 / 8766)
+
+
 def test_observed_funding_is_used_when_it_is_there_and_wanted(hand_panel: Callable[..., Panel]) -> None:
     panel = hand_panel(open=[100] * 2, funding=[0.002, -0.004], frequency_ms=8 * 3_600_000)
     observed = build_market(panel, dtype=torch.float64)

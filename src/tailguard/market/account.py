@@ -42,6 +42,16 @@ def margin_excess(account: Account, rates: Rates) -> Tensor:
     return account.equity - rates.maintenance_margin * over_assets(account.positions.abs())
 
 
+def margin_floor(filled: Account, turnover: Tensor, reach: Tensor, rates: Rates) -> Tensor:
+    """A bound below the margin excess at every moment of the bar, [N, 1]: cheap, and nearly always enough to go by.
+
+    `reach` [N, A] bounds what a unit of position loses to prices, funding and interest and needs as margin from the
+    fill on. Before the fill equity was higher, and the positions at most larger by what was traded.
+    """
+    at_risk = over_assets(filled.positions.abs() * reach)
+    return filled.equity - at_risk - rates.maintenance_margin * turnover
+
+
 def revalue(account: Account, change: Tensor) -> Account:
     """The account after its positions' values changed by this much, [N, A]."""
     return Account(account.equity + over_assets(change), account.positions + change)

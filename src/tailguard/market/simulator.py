@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tailguard.flags import may_hold_any
-from tailguard.market.account import Account, liquidate, margin_excess, revalue
+from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
 from tailguard.market.costs import borrow_cost, funding_cost, impact_cost, over_assets
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Market, Rates
@@ -72,7 +72,7 @@ def step(
     """
     rates = market.rates
     row = state.row + 1
-    gap, move, low, high, coefficient, capacity, funding_rate = market.table.index_select(1, row).unbind(0)
+    gap, move, low, high, coefficient, capacity, funding_rate, reach = market.table.index_select(1, row).unbind(0)
     equity = state.equity.unsqueeze(1)
 
     gap_gain = state.weights * gap
@@ -99,12 +99,9 @@ def step(
     net = pnl - (trading_cost + funding + borrow)
     closed = Account(net + rates.one, value)
 
-    worst = torch.minimum(filled.positions * low, filled.positions * high)
-    excess = torch.minimum(
-        margin_excess(opened, rates),
-        torch.minimum(margin_excess(revalue(filled, worst), rates), margin_excess(closed, rates)),
-    )
-    liquidated = excess <= rates.zero
+    weights = value / closed.equity
+    # While this bound holds for all, nobody is liquidated; where it fails, the exact check decides.
+    liquidated = margin_floor(filled, turnover, reach, rates) <= rates.slack
     nothing = torch.zeros_like(net)
     booked = {
         "net": net,
@@ -119,10 +116,11 @@ def step(
         "turnover": turnover,
         "unfilled": over_assets(wanted_size) - turnover,
     }
-    weights = value / closed.equity
     if may_hold_any(liquidated):
+        worst = torch.minimum(filled.positions * low, filled.positions * high)
+        liquidated, changes = _forced_closes(booked, rates, opened, filled, closed, worst)
         weights = weights.masked_fill(liquidated, 0)
-        booked |= _forced_closes(booked, liquidated, rates, opened, filled, closed, worst)
+        booked |= changes
     transition = Transition(
         **{name: amount.squeeze(1) for name, amount in booked.items()}, liquidated=liquidated.squeeze(1)
     )
@@ -131,19 +129,20 @@ def step(
 
 def _forced_closes(
     booked: dict[str, Tensor],
-    liquidated: Tensor,
     rates: Rates,
     opened: Account,
     filled: Account,
     closed: Account,
     worst: Tensor,
-) -> dict[str, Tensor]:
-    """What changes in the books, [N, 1] each, when each liquidated account closes at the first moment without margin.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Which accounts are liquidated, [N, 1], and what changes in the books, [N, 1] each.
 
-    What would have come after that moment never happens: neither the trade, nor funding and borrow.
+    An account closes at the first moment without margin. What would have come after it never happens: neither the
+    trade, nor funding and borrow.
     """
     at_open = margin_excess(opened, rates) <= rates.zero
     before_close = at_open | (margin_excess(revalue(filled, worst), rates) <= rates.zero)
+    liquidated = before_close | (margin_excess(closed, rates) <= rates.zero)
     nothing = torch.zeros_like(booked["net"])
 
     def first_of(opening: Tensor, filling: Tensor, closing: Tensor) -> Tensor:
@@ -161,7 +160,7 @@ def _forced_closes(
     traded = {name: torch.where(at_open, nothing, booked[name]) for name in trade}
     held = {name: torch.where(before_close, nothing, booked[name]) for name in ("funding", "borrow")}
     costs = traded["fee"] + traded["spread"] + traded["impact"] + held["funding"] + held["borrow"]
-    return {
+    return liquidated, {
         **traded,
         **held,
         "net": torch.where(liquidated, forced.equity - 1, booked["net"]),

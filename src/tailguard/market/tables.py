@@ -16,7 +16,7 @@ from tailguard.market.config import MarketConfig
 EIGHT_HOURS_MS = 8 * 3_600_000
 DAY_MS = 86_400_000
 
-COLUMNS = ("gap", "move", "low", "high", "impact", "capacity", "funding")
+COLUMNS = ("gap", "move", "low", "high", "impact", "capacity", "funding", "reach")
 """Columns of `Market.table`, all about the fill bar:
 
 gap       open / previous close − 1 (0 on a segment's first row)
@@ -26,6 +26,7 @@ high      high / open − 1
 impact    price impact of an order worth the whole starting capital; it grows with the root of the order
 capacity  largest order as a multiple of the starting capital
 funding   rate due on the notional held at the bar's close
+reach     the most margin a position can lose or need in the bar, as a share of its value at the fill
 """
 
 
@@ -40,6 +41,8 @@ class Rates:
     borrow_per_bar: Tensor
     zero: Tensor
     one: Tensor
+    slack: Tensor
+    """Margin excess, as a share of equity, below which an account's margin is looked at closely; far above rounding."""
     tiny: Tensor
     """Smallest positive number of the type: keeps the division by an emptied account's equity defined."""
 
@@ -126,14 +129,18 @@ def _columns(panel: Panel, config: MarketConfig) -> dict[str, Float]:
     stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
     observed = panel.funding if config.observed_funding else None
     funding = stamps[:, None] * (np.full_like(panel.open, config.funding_rate) if observed is None else observed)
+    low, high = panel.low / panel.open - 1, panel.high / panel.open - 1
+    furthest = np.maximum(np.abs(low), np.abs(high))
+    reach = furthest + (config.maintenance_margin + np.abs(funding)) * (1 + furthest)
     return {
         "gap": gap,
         "move": panel.close / panel.open - 1,
-        "low": panel.low / panel.open - 1,
-        "high": panel.high / panel.open - 1,
+        "low": low,
+        "high": high,
         "impact": impact,
         "capacity": capacity,
         "funding": funding,
+        "reach": reach + config.borrow_rate / panel.bars_per_year,
     }
 
 
@@ -175,6 +182,7 @@ def _rates(config: MarketConfig, bars_per_year: float, dtype: torch.dtype, devic
         borrow_per_bar=tensor(config.borrow_rate / bars_per_year),
         zero=tensor(0.0),
         one=tensor(1.0),
+        slack=tensor(1e-3),
         tiny=tensor(torch.finfo(dtype).tiny),
     )
 
