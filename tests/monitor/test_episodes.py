@@ -1,0 +1,65 @@
+"""Episode figures against a plain loop over rows and environments."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tailguard.monitor.episodes import WINDOW, EpisodeTracker
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    cuts=st.lists(st.integers(1, 29), max_size=4),
+    end_share=st.sampled_from([0.0, 0.1, 0.6]),
+)
+def test_returns_and_lengths_are_those_of_a_loop_however_the_rows_are_cut(
+    seed: int, cuts: list[int], end_share: float
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(30, 4, generator=draw)
+    ended = torch.rand(30, 4, generator=draw) < end_share
+    valid = torch.ones(30, 4, dtype=torch.bool)
+    for t in range(1, 30):  # a row after an end may be one in which nothing happened
+        dead = ended[t - 1] & valid[t - 1] & (torch.rand(4, generator=draw) < 0.5)
+        valid[t], ended[t] = ~dead, ended[t] | dead
+    pnl = torch.randn(30, 4, generator=draw)
+
+    expected, total, length = [], np.zeros(4), np.zeros(4)
+    for t in range(30):
+        for n in range(4):
+            if valid[t, n]:
+                total[n] += float(rewards[t, n])
+                length[n] += 1
+            if ended[t, n]:
+                if valid[t, n]:
+                    expected.append((total[n], length[n], float(pnl[t, n])))
+                total[n] = length[n] = 0
+
+    tracker = EpisodeTracker(4, torch.device("cpu"))
+    edges = [0, *sorted(set(cuts)), 30]
+    for first, last in pairwise(edges):
+        part = slice(first, last)
+        tracker.add(rewards[part], ended[part], valid[part], {"pnl": pnl[part]})
+    found = [(episode["return"], episode["length"], episode["pnl"]) for episode in tracker.finished]
+    assert tracker.count == len(expected)
+    assert len(found) == min(len(expected), WINDOW)
+    for ours, theirs in zip(found, expected[-WINDOW:], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+
+
+def test_means_cover_the_last_hundred_episodes() -> None:
+    tracker = EpisodeTracker(1, torch.device("cpu"))
+    assert math.isnan(tracker.mean("return"))
+    ends = torch.ones(250, 1, dtype=torch.bool)
+    tracker.add(torch.arange(250.0).unsqueeze(1), ends, ends, {})
+    assert tracker.count == 250
+    assert tracker.mean("return") == pytest.approx(np.mean(np.arange(150, 250)))
+    assert tracker.mean("length") == 1.0
+    assert math.isnan(tracker.mean("pnl"))
