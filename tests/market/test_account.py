@@ -92,23 +92,29 @@ def test_funding_that_eats_the_margin_closes_the_account_at_the_close(
     hand_panel: Callable[..., Panel], margin_config: MarketConfig, trade: Trade
 ) -> None:
     """10× long at a close of 95: equity 0.5 on 9.5. Funding of 4 % takes 0.38; 0.12 is below the margin of 0.19."""
-    panel = hand_panel(open=[100, 100], close=[100, 95], low=[100, 94], funding=[0, 0.04], frequency_ms=8 * 3_600_000)
-    states, (bar,) = trade(build_market(panel, margin_config, dtype=torch.float64), one_bar(10.0))
+    panel = hand_panel(
+        open=[100] * 3, close=[100, 100, 95], low=[100, 100, 94], funding=[0, 0, 0.04], frequency_ms=8 * 3_600_000
+    )
+    market = build_market(panel, margin_config, dtype=torch.float64)
+    states, (entered, bar) = trade(market, one_bar(10.0).expand(2, 1, 1))
+    assert not entered.liquidated.item()
     assert bar.liquidated.item()
     assert bar.funding.item() == pytest.approx(0.38)
     assert bar.pnl.item() == pytest.approx(-0.5)
-    assert states[1].equity.item() == pytest.approx(0.12 - FEE * 9.5)
+    assert states[2].equity.item() == pytest.approx(0.12 - FEE * 9.5)
 
 
-def test_interest_that_eats_the_margin_closes_the_account_at_the_close(
+def test_interest_beyond_the_equity_closes_the_account_at_the_close(
     hand_panel: Callable[..., Panel], free_market: Callable[..., MarketConfig], trade: Trade
 ) -> None:
-    """100× long for a day at 100 % a year: 99/365.25 of interest leaves 0.729, below the margin of 0.73."""
-    config = free_market(borrow_rate=1.0, leverage=100.0, maintenance_margin=0.0073)
-    panel = hand_panel(open=[100, 100], frequency_ms=24 * 3_600_000)
+    """100× long for a week at 100 % a year owes 99·7/365.25 of its equity."""
+    config = free_market(borrow_rate=1.0, leverage=100.0, maintenance_margin=0.001)
+    panel = hand_panel(open=[100, 100], frequency_ms=7 * 24 * 3_600_000)
     states, (bar,) = trade(build_market(panel, config, dtype=torch.float64), one_bar(100.0))
     assert bar.liquidated.item()
-    assert states[1].equity.item() == pytest.approx(1 - 99 / 365.25)
+    assert bar.borrow.item() == pytest.approx(99 * 7 / 365.25)
+    assert bar.shortfall.item() == pytest.approx(99 * 7 / 365.25 - 1)
+    assert states[1].equity.item() == 0.0
 
 
 def test_an_account_closed_inside_the_bar_never_comes_to_its_funding(
