@@ -133,7 +133,7 @@ def print_rates(rates: Sequence[Rate]) -> None:
                 f"{rate.environments:,}",
                 f"{rate.seconds * 1e6:,.1f}",
                 f"{rate.per_second:,.0f}",
-                f"{rate.per_second / peer:,.1f}",
+                f"{rate.per_second / peer:,.2f}",
             )
             for rate in rates
         ],
