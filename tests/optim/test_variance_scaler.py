@@ -302,6 +302,20 @@ def test_an_optimisers_averages_with_equal_betas_are_the_scalers_own(make: Calla
     )
 
 
+def test_groups_may_average_differently_and_parameters_may_wait_for_their_first_gradient() -> None:
+    parameters = [*make_parameters((40,), (2,)), *make_parameters((30,), dtype=torch.float64)]
+    groups = [{"params": parameters[:2], "betas": (0.9, 0.9)}, {"params": parameters[2:], "betas": (0.7, 0.7)}]
+    borrowed = VarianceGradientScaler(Adam(groups, lr=0.01), moments="optimizer", warmup_steps=1)
+    streams = noisy(1.0, 1.0, 40, 20), noisy(1.0, 0.5, 30, 20, seed=1, dtype=torch.float64)
+    for first, second in zip(*streams, strict=True):
+        give(parameters, [*first, None, *second])
+        borrowed.step()
+    borrowed.update_statistics()
+    own = [nsr_of(stream, (size,), beta=beta) for stream, size, beta in zip(streams, (40, 30), (0.9, 0.7), strict=True)]
+    found = borrowed.get_normalized_variance().per_tensor.tolist()
+    assert found == pytest.approx([own[0], 0.0, own[1]], rel=1e-4)
+
+
 def test_adams_averages_before_its_first_step_scale_nothing() -> None:
     optimizer = Adam(make_parameters((4,), (3,)), lr=0.1)
     scaler = VarianceGradientScaler(optimizer, moments="optimizer", warmup_steps=1)

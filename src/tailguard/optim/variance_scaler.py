@@ -119,10 +119,10 @@ class VarianceGradientScaler:
         moments: `own`, from the gradients at `update_statistics`; `optimizer`, from the `exp_avg` and `exp_avg_sq`
             that Adam and its like keep, which takes no memory but sees clipped gradients, one step late
         """
-        check_range("alpha", alpha, low=0)
+        check_range("alpha", alpha, low=0, high_open=True)
         check_range("beta", beta, low=0, high=1, low_open=True, high_open=True)
         check_range("min_scale", min_scale, low=0, high=1, low_open=True)
-        check_range("max_nsr", max_nsr, low=0, low_open=True)
+        check_range("max_nsr", max_nsr, low=0, low_open=True, high_open=True)
         check_count("warmup_steps", warmup_steps)
         check_choice("granularity", granularity, ("global", "per_tensor"))
         check_choice("apply", apply, ("auto", "gradient", "learning_rate"))
@@ -200,20 +200,13 @@ class VarianceGradientScaler:
     @torch.no_grad()
     def get_normalized_variance(self) -> NoiseToSignal:
         """Σσ² / Σμ², of everything and of each tensor. A ratio of sums: it depends on neither sizes nor units."""
-        seen = self._steps > self.warmup_steps
-        counted = seen & self._present
-        noise, signal = (torch.where(counted, part, 0.0).sum() for part in (self._noise, self._signal))
-        return NoiseToSignal(
-            total=self._ratio(noise, signal),
-            per_tensor=self._ratio(torch.where(seen, self._noise, 0.0), self._signal),
-        )
+        return NoiseToSignal(self._total_ratio(), self._ratio_per_tensor())
 
     @torch.no_grad()
     def get_scaling_factor(self) -> Tensor:
         """The factor of the next step, float64: [] for granularity `global`, [P] for `per_tensor`."""
-        ratio = self.get_normalized_variance()
-        found = ratio.total if self.granularity == "global" else ratio.per_tensor
-        return (1 / (1 + self.alpha * found)).clamp(self.min_scale, 1.0)
+        ratio = self._total_ratio() if self.granularity == "global" else self._ratio_per_tensor()
+        return (1 / (1 + self.alpha * ratio)).clamp(self.min_scale, 1.0)
 
     @torch.no_grad()
     def figures(self) -> dict[str, Tensor]:
@@ -313,20 +306,33 @@ class VarianceGradientScaler:
         assert self.optimizer is not None  # checked when the scaler was built
         zero = self._steps.new_zeros(())
         mean_squares, second_moments, weights, counts = [], [], [], []
-        for group in self.optimizer.param_groups:
+        for group in filter(lambda group: group["params"], self.optimizer.param_groups):
             first, second = group["betas"]
             states = [self.optimizer.state.get(parameter) for parameter in group["params"]]
-            taken = torch.stack([torch.as_tensor(state["step"]) if state else torch.zeros(()) for state in states])
-            taken = taken.to(zero, non_blocking=True)
-            steps = taken.clamp(min=1.0)
-            norms = [state["exp_avg"].norm().double() if state else zero for state in states]
-            squares = [state["exp_avg_sq"].sum().double() if state else zero for state in states]
-            mean_squares.append((torch.stack(norms) / bias_correction(first, steps)).square())
-            second_moments.append(torch.stack(squares) / bias_correction(second, steps))
+            dtypes = [_averaging_dtype(parameter) for parameter in group["params"]]
+            norms = [
+                torch.linalg.vector_norm(state["exp_avg"], dtype=dtype) if state else zero
+                for state, dtype in zip(states, dtypes, strict=True)
+            ]
+            squares = [
+                state["exp_avg_sq"].sum(dtype=dtype) if state else zero
+                for state, dtype in zip(states, dtypes, strict=True)
+            ]
+            taken = [torch.as_tensor(state["step"]).to(zero, non_blocking=True) if state else zero for state in states]
+            counts.append(torch.stack(taken))
+            steps = counts[-1].clamp(min=1.0)
+            mean_squares.append((torch.stack(norms).double() / bias_correction(first, steps)).square())
+            second_moments.append(torch.stack(squares).double() / bias_correction(second, steps))
             weights.append(squared_weight_sum(first, steps))
-            counts.append(taken)
         self._steps.copy_(torch.cat(counts))
         return torch.cat(mean_squares), torch.cat(second_moments), torch.cat(weights)
+
+    def _total_ratio(self) -> Tensor:
+        counted = self._present & (self._steps > self.warmup_steps)
+        return self._ratio(*(torch.where(counted, part, 0.0).sum() for part in (self._noise, self._signal)))
+
+    def _ratio_per_tensor(self) -> Tensor:
+        return self._ratio(torch.where(self._steps > self.warmup_steps, self._noise, 0.0), self._signal)
 
     def _ratio(self, noise: Tensor, signal: Tensor) -> Tensor:
         return (noise / signal.clamp(min=torch.finfo(signal.dtype).tiny)).clamp(max=self.max_nsr)
