@@ -311,7 +311,10 @@ def test_groups_may_average_differently_and_parameters_may_wait_for_their_first_
         give(parameters, [*first, None, *second])
         borrowed.step()
     borrowed.update_statistics()
-    own = [nsr_of(stream, (size,), beta=beta) for stream, size, beta in zip(streams, (40, 30), (0.9, 0.7), strict=True)]
+    own = [
+        nsr_of(((part[0].float(),) for part in stream), (size,), beta=beta)
+        for stream, size, beta in zip(streams, (40, 30), (0.9, 0.7), strict=True)
+    ]
     found = borrowed.get_normalized_variance().per_tensor.tolist()
     assert found == pytest.approx([own[0], 0.0, own[1]], rel=1e-4)
 
