@@ -778,8 +778,10 @@ def test_statistics_and_scaling_compile_into_one_graph(granularity: Any) -> None
 def test_a_recorded_cuda_graph_steps_like_eager(name: str, granularity: Any) -> None:
     def make() -> VarianceGradientScaler:
         parameters = [nn.Parameter(parameter.detach().cuda()) for parameter in make_parameters((64, 32), (32,))]
-        rate = torch.tensor(0.01, device="cuda")
-        optimizer = SGD(parameters, lr=rate) if name == "sgd" else Adam(parameters, rate, fused=True, capturable=True)
+        if name == "sgd":
+            optimizer: Optimizer = SGD(parameters, lr=0.01)  # torch's SGD reads a learning rate that is a tensor
+        else:
+            optimizer = Adam(parameters, torch.tensor(0.01, device="cuda"), fused=True, capturable=True)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         return VarianceGradientScaler(optimizer, granularity=granularity, warmup_steps=3)
@@ -800,8 +802,10 @@ def test_a_recorded_cuda_graph_steps_like_eager(name: str, granularity: Any) -> 
             fill(recorded, step)
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-            recorded.step()
-            torch.cuda.set_sync_debug_mode("default")
+            try:
+                recorded.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
