@@ -83,7 +83,7 @@ def test_twins_start_apart(twin_trunk: Any) -> None:
     assert second.distribution is not None
     assert not torch.allclose(first.distribution, second.distribution)
     # And near the mean of normalised returns, before they have seen any.
-    assert max(float(critic.value.abs().max()) for critic in (first, second)) < 0.05
+    assert max(critic.value.abs().max().item() for critic in (first, second)) < 0.05
 
 
 @pytest.mark.parametrize("reset_share", [0.0, 0.2])
