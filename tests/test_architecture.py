@@ -38,7 +38,8 @@ panel = Panel(
 )
 features = np.random.default_rng(1).normal(size=(rows, 2)).astype(np.float32)
 scaler = Scaler(("a", "b"), ("x", "y"), np.zeros(2), np.ones(2))
-env = tg.TradingEnv(PreparedBars(panel, features, ("a", "b"), np.ones(rows, bool), scaler), num_envs=4, episode_length=16)
+bars = PreparedBars(panel, features, ("a", "b"), np.ones(rows, bool), scaler)
+env = tg.TradingEnv(bars, num_envs=4, episode_length=16)
 agent = tg.DistributionalPPO(env, n_steps=8, twin_critics=True)
 agent.learn(64)
 assert agent.num_timesteps == 64

@@ -49,7 +49,7 @@ def test_single_observations_and_batches_are_told_apart(space, one, many, row) -
         action_space = gymnasium.spaces.Discrete(2, start=5)
 
         def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
+            super().reset(seed=seed, options=options)
             return space.sample(), {}
 
     inputs = policy_inputs(GymnasiumEnv(Fixed()))

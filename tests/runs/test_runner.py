@@ -1,0 +1,102 @@
+"""A run's verdict says what happened, also when it is bad; the figures go where they should."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import tailguard as tg
+from tailguard.config import load_config
+from tailguard.errors import ConfigError
+from tailguard.evaluate.baselines import BuyAndHold
+from tailguard.evaluate.table import growth, percent, print_table
+from tailguard.runs.runner import AGENT, ORACLE, RunResult, train, verdict
+
+SMALL = (
+    "data.synthetic_bars=2500",
+    "data.synthetic_signal=30",
+    "data.features=[return_24, taker_imbalance_6]",
+    "data.embargo=1d",
+    "env.num_envs=8",
+    "env.episode_length=32",
+    "ppo.n_steps=16",
+    "ppo.minibatch_size=64",
+    "ppo.epochs=1",
+    "ppo.network.hidden=[8]",
+    "ppo.network.lstm_size=8",
+    "training.total_timesteps=256",
+    "training.threads=1",
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[RunResult, str]:
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115 (lives as long as the console)
+    result = train(load_config(overrides=SMALL), tmp_path_factory.mktemp("runs") / "small", console)
+    return result, console.export_text()
+
+
+def test_a_run_leaves_its_agent_config_and_figures(finished) -> None:
+    result, _ = finished
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["time/total_timesteps"] for line in lines] == [128, 256]
+    assert lines[0]["rollout/ep_rew_mean"] is not None or lines[1]["rollout/ep_rew_mean"] is not None
+    assert list((result.folder / "tensorboard").iterdir())
+    loaded = tg.DistributionalPPO.load(result.folder / AGENT)
+    for mine, theirs in zip(result.agent.agent.parameters(), loaded.agent.parameters(), strict=True):
+        np.testing.assert_array_equal(mine.detach().numpy(), theirs.detach().numpy())
+
+
+def test_the_agent_stands_beside_the_baselines_and_the_planted_optimum(finished) -> None:
+    result, text = finished
+    for name in (AGENT, ORACLE, "buy & hold", "moving-average cross", "volatility target", "flat"):
+        assert name in result.results
+        assert name in text
+    lengths = {len(found.net) for found in result.results.values()}
+    assert len(lengths) == 1  # all on the same bars
+    mine, best = (math.log(result.results[name].equity[-1]) for name in (AGENT, ORACLE))
+    assert result.captured == pytest.approx(mine / best)
+
+
+def test_the_verdict_does_not_flatter(bars, finished) -> None:
+    result, _ = finished
+    losing = tg.backtest(np.where(np.arange(len(bars)) % 2, 1.0, -1.0)[:, None], bars)  # pays costs at every bar
+    held = tg.backtest(BuyAndHold(), bars)
+    words = verdict(RunResult(result.folder, result.agent, {AGENT: losing, "buy & hold": held}))
+    assert "lost" in words
+    assert "do not trade it" in words
+    assert "planted" not in words
+
+
+def test_an_existing_run_is_not_overwritten(finished) -> None:
+    result, _ = finished
+    with pytest.raises(ConfigError, match="exists already"):
+        train(load_config(overrides=SMALL), result.folder, Console(quiet=True))
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write there"):
+        train(load_config(overrides=SMALL), tmp_path / "file" / "run", Console(quiet=True))
+
+
+def test_numbers_as_people_write_them() -> None:
+    assert percent(0.1234) == "+12.3 %"
+    assert percent(-0.5) == "-50.0 %"
+    assert percent(0.0) == "0.0 %"
+    assert percent(math.nan) == "–"
+    assert growth(0.5) == "+50.0 %"
+    assert growth(40.2) == "×41.2"
+
+
+def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_table({"moving-average cross": tg.backtest(BuyAndHold(), bars)}, "test, net of costs", console)
+    lines = console.export_text().splitlines()
+    assert len(lines) == 2
+    assert "…" not in "".join(lines)
