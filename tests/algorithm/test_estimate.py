@@ -253,6 +253,31 @@ def test_both_autoreset_modes_give_the_same_estimates(make_learner: Any, make_wi
         torch.testing.assert_close(same, following, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"twin_critics": True, "twin_trunk": "own", "lstm_layers": 2}, {"memory": "shared"}]
+)
+def test_critics_remember_from_rollout_to_rollout(
+    make_learner: Any, make_witness: Any, scripted_env: Any, options: dict[str, Any]
+) -> None:
+    """Three rollouts at a learning rate of 0 are read like one sequence of three times the length."""
+    witness = make_witness()
+    env = scripted_env(end_probability=0.03)
+    learner = make_learner(env, learning_rate=0.0, normalise_observations=False, extensions=(witness,), **options)
+    rollouts, outputs = [], []
+    for _ in range(3):
+        learner.iterate()
+        rollouts.append(witness.rollout)
+        outputs.append([view.value for view in witness.estimates.views])
+    obs, starts = (torch.cat([getattr(rollout, name) for rollout in rollouts]) for name in ("obs", "episode_start"))
+    assert not starts[12].all()
+    with torch.no_grad():
+        whole = learner.agent(obs, rollouts[0].start_state, starts).critics
+    for index, critic in enumerate(whole):
+        read = torch.cat([output[index] for output in outputs])
+        expected = learner.return_moments.denormalise(critic.value.squeeze(-1))
+        torch.testing.assert_close(read, expected, atol=1e-5, rtol=1e-4)
+
+
 # --- distribution targets --------------------------------------------------------------------------------------------
 
 

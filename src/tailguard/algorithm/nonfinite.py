@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +51,7 @@ def check_gradient(norm: Tensor, learner: DistributionalPPO) -> bool:
 
 def check_rollout(rollout: Rollout, learner: DistributionalPPO) -> bool:
     """Whether this rollout may be used: one reward or observation that is not finite spoils all estimates before it."""
-    for name, first_row, values in _inputs(rollout):
+    for name, rows, values in _inputs(rollout):
         # One number for the whole tensor: a sum is finite only if every part of it is.
         if bool(values.sum().isfinite()):
             continue
@@ -63,21 +63,22 @@ def check_rollout(rollout: Rollout, learner: DistributionalPPO) -> bool:
         row, environment, column = bad[0].tolist()
         raise NonFiniteError(
             f"step {learner.num_timesteps:,}: {name} {column} of environment {environment} is "
-            f"{float(values[row, environment, column])} at row {first_row + row} of the rollout. Look at the "
+            f"{float(values[row, environment, column])} at row {rows[row]} of the rollout. Look at the "
             "environment's data and at the actions it was given, or set on_nonfinite to skip to leave such rollouts "
             "out."
         )
     return True
 
 
-def _inputs(rollout: Rollout) -> Iterator[tuple[str, int, Tensor]]:
-    """What the environments gave, [rows, N, columns] each: its name, the number of its first row, its values."""
-    yield "reward", 0, rollout.rewards.unsqueeze(-1)
-    yield "observation", 0, rollout.obs
-    for row, obs in rollout.final_obs.items():
-        # The last state of an episode that terminated is worth nothing, whatever it looks like.
-        used = ~rollout.terminated[row].unsqueeze(-1)
-        yield "final observation", row, torch.where(used, obs, 0.0).unsqueeze(0)
+def _inputs(rollout: Rollout) -> Iterator[tuple[str, Sequence[int], Tensor]]:
+    """What the environments gave: a name, the numbers of the rows, and the values, [rows, N, columns]."""
+    everywhere = range(len(rollout.rewards))
+    yield "reward", everywhere, rollout.rewards.unsqueeze(-1)
+    yield "observation", everywhere, rollout.obs
+    rows = list(rollout.final_obs)
+    # The last state of an episode that terminated is worth nothing, whatever it looks like.
+    unused = rollout.terminated[rows].unsqueeze(-1)
+    yield "final observation", rows, torch.stack(list(rollout.final_obs.values())).masked_fill(unused, 0.0)
 
 
 def _stop_or_skip(what: str, place: str, learner: DistributionalPPO) -> bool:

@@ -19,9 +19,9 @@ from tailguard.algorithm.estimate import Estimates, estimate, first_returns, loo
 from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
-from tailguard.algorithm.scale import move_return_scale, old_distribution
+from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import AdaptiveKL, EntropyState, KLStopState, Schedule
-from tailguard.algorithm.update import Batch, Hyper, LossTerm, minibatch_loss
+from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch, minibatch_loss
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.models.agent import ActorCritic
 from tailguard.monitor.episodes import EpisodeTracker
@@ -209,7 +209,7 @@ class DistributionalPPO:
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, estimates: Estimates) -> tuple[Batch, dict[str, Tensor]]:
-        """Bring everything into today's units: normalised advantages, targets and old outputs."""
+        """Normalise the advantages, move the return's scale, and bring everything into its units."""
         advantages, degenerate = normalise_advantages(
             estimates.advantages, rollout.valid, self.config.normalise_advantages
         )
@@ -220,28 +220,7 @@ class DistributionalPPO:
         if relaid:
             # On other atoms the old logits mean other returns: the critics must say again what they think.
             estimates = replace(estimates, views=look(self.agent, rollout, moments, self.config.estimates)[0])
-        samples = None
-        head = self.agent.each_critic()[0].distribution
-        if estimates.distribution_targets is not None and head is not None:
-            samples = head.encode(moments.normalise(estimates.distribution_targets))
-        batch = Batch(
-            obs=rollout.scaled_obs,
-            episode_start=rollout.episode_start,
-            actions=rollout.actions,
-            parameters=rollout.parameters,
-            log_probs=rollout.log_probs,
-            advantages=advantages,
-            weights=rollout.valid.to(advantages.dtype),
-            value_targets=moments.normalise(estimates.value_targets).unsqueeze(-1),
-            old_values=tuple(moments.normalise(view.value).unsqueeze(-1) for view in estimates.views),
-            distribution_targets=samples,
-            old_distributions=tuple(
-                old_distribution(critic, view, moments)
-                for critic, view in zip(self.agent.each_critic(), estimates.views, strict=True)
-            ),
-            state=rollout.start_state,
-            extra={},
-        )
+        batch = make_batch(self.agent, rollout, estimates, advantages, moments)
         for extension in self.extensions:
             batch = extension.prepare(rollout, estimates, batch, self.state.progress)
         figures = {
@@ -258,9 +237,7 @@ class DistributionalPPO:
         """Epochs of minibatches; stops early when the policy has moved too far."""
         config = self.config
         rows, sequences = batch.log_probs.shape
-        count = max(1, round(sequences * rows / config.minibatch_size))
-        if count > sequences:
-            count = sequences
+        count = min(max(1, round(sequences * rows / config.minibatch_size)), sequences)
         hyper = self._hyper()
         stopper, stop = config.kl_stopper, KLStopState.start(self.device)
         seen: list[dict[str, Tensor]] = []

@@ -20,8 +20,10 @@ from tailguard.algorithm.losses import (
     masked_mean,
 )
 from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.scale import old_distribution
 from tailguard.algorithm.value_losses import critic_loss
 from tailguard.models.agent import ActorCritic, AgentOutput, AgentState
+from tailguard.returns import RunningMoments
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,34 @@ class Batch:
             state=state,
             extra={name: change(rows) for name, rows in self.extra.items()},
         )
+
+
+def make_batch(
+    agent: ActorCritic, rollout: Rollout, estimates: Estimates, advantages: Tensor, moments: RunningMoments
+) -> Batch:
+    """All sequences of a rollout, with targets and old outputs in the units of `moments`."""
+    samples = None
+    head = agent.each_critic()[0].distribution
+    if estimates.distribution_targets is not None and head is not None:
+        samples = head.encode(moments.normalise(estimates.distribution_targets))
+    return Batch(
+        obs=rollout.scaled_obs,
+        episode_start=rollout.episode_start,
+        actions=rollout.actions,
+        parameters=rollout.parameters,
+        log_probs=rollout.log_probs,
+        advantages=advantages,
+        weights=rollout.valid.to(advantages.dtype),
+        value_targets=moments.normalise(estimates.value_targets).unsqueeze(-1),
+        old_values=tuple(moments.normalise(view.value).unsqueeze(-1) for view in estimates.views),
+        distribution_targets=samples,
+        old_distributions=tuple(
+            old_distribution(critic, view, moments)
+            for critic, view in zip(agent.each_critic(), estimates.views, strict=True)
+        ),
+        state=rollout.start_state,
+        extra={},
+    )
 
 
 @dataclass(frozen=True)
@@ -189,7 +219,7 @@ def critic_terms(
     """Value and distribution terms: each critic against its own old output, averaged over the critics."""
     values: list[Tensor] = []
     distributions: list[Tensor] = []
-    for critic, found, old_value, old_distribution in zip(
+    for critic, found, old_value, old_spread in zip(
         agent.each_critic(), output.critics, batch.old_values, batch.old_distributions, strict=True
     ):
         scalar = critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip)
@@ -200,7 +230,7 @@ def critic_terms(
                 critic.distribution,
                 found.distribution,
                 batch.distribution_targets,
-                old_distribution,
+                old_spread,
                 config.clip,
                 config.huber_kappa,
             )
