@@ -22,6 +22,7 @@ DEMO_SETTINGS = (
     "ppo.learning_rate=linear:1e-3:1e-4",
     "ppo.network.hidden=[32]",
     "ppo.network.lstm_size=32",
+    "ppo.network.log_std_init=0.0",
     "training.total_timesteps=1500000",
 )
 """Few features and a small network: the market is small, and what is learned must hold on bars never seen. A position
