@@ -6,7 +6,6 @@ utilities, gates and perturbations are those of `tailguard.optim.utility`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,8 +54,8 @@ class UPGD(UtilityOptimizer):
         }
         super().__init__(params, defaults, seed)
 
-    def _direction(self, bucket: Bucket) -> Sequence[Tensor]:
-        return bucket.gradients
+    def _direction(self, bucket: Bucket) -> Tensor:
+        return bucket.row(bucket.gradients)
 
 
 class AdaptiveUPGD(UtilityOptimizer):
@@ -110,22 +109,20 @@ class AdaptiveUPGD(UtilityOptimizer):
         torch._foreach_mul_(bucket.each("exp_avg_sq"), kept_square)
         torch._foreach_addcmul_(bucket.each("exp_avg_sq"), bucket.gradients, bucket.gradients, value=1 - kept_square)
 
-    def _direction(self, bucket: Bucket) -> Sequence[Tensor]:
-        mean, square = (bucket.bias_correction(beta) for beta in bucket.group["betas"])
-        scales = list(torch._foreach_sqrt(bucket.each("exp_avg_sq")))
-        # m̂ / (√v̂ + eps), with both corrections in the divisor: one list the less to make.
-        torch._foreach_mul_(scales, (mean / square.sqrt()).unbind())
-        torch._foreach_add_(scales, (mean * bucket.group["eps"]).unbind())
-        return torch._foreach_div(bucket.each("exp_avg"), scales)
+    def _direction(self, bucket: Bucket) -> Tensor:
+        mean_correction, square_correction = map(bucket.bias_correction, bucket.group["betas"])
+        mean = bucket.row(bucket.each("exp_avg")).div_(bucket.spread(mean_correction))
+        square = bucket.row(bucket.each("exp_avg_sq")).div_(bucket.spread(square_correction))
+        return mean.div_(square.sqrt_().add_(bucket.group["eps"]))
 
 
 class UPGDW(AdaptiveUPGD):
     """All that AdamW does, under the gate: w ← w − c·lr·gate·(m̂ / (√v̂ + eps) + wd·w + σ·noise).
 
-    The other two shrink every weight alike, the most useful one too. But utility is what the loss would gain if a
-    weight went to zero, and that is where decay takes it: so here the gate rules the decay as well. With c = 2 a weight
-    of no utility decays and moves exactly as under AdamW, the most useful one decays 0.54 times
-    as fast, a harmful one up to twice as fast. Decay is decoupled as in AdamW: it does not pass through the averages.
+    The other two shrink every weight alike, the most useful one too. But utility is how much the loss would rise if a
+    weight went to zero, and zero is where decay takes it: so here the gate rules the decay as well. With c = 2 a weight
+    of no utility decays and moves exactly as under AdamW, the most useful one decays 0.54 times as fast, a harmful one
+    up to twice as fast. Decay is decoupled as in AdamW: it does not pass through the averages.
     """
 
     def __init__(
@@ -156,5 +153,5 @@ class UPGDW(AdaptiveUPGD):
             seed=seed,
         )
 
-    def _decay(self, bucket: Bucket, gates: list[Tensor], updates: list[Tensor]) -> None:
-        torch._foreach_addcmul_(updates, bucket.parameters, gates, value=bucket.group["weight_decay"])
+    def _decay(self, bucket: Bucket, gates: Tensor, updates: Tensor) -> None:
+        updates.addcmul_(bucket.row(bucket.parameters), gates, value=bucket.group["weight_decay"])

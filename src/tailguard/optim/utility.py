@@ -1,7 +1,7 @@
 """Utilities of weights, the gates made of them, and the step that every gated optimiser takes.
 
-A weight's utility is what the loss would gain if the weight were taken away, to first order: −gradient · weight. Its
-bias-corrected running average û, divided by the largest one in the whole optimiser, becomes a gate
+A weight's utility is how much the loss would rise if the weight were set to zero, to first order: −gradient · weight.
+Its bias-corrected running average û, divided by the largest one in the whole optimiser, becomes a gate
 
     gate = 1 − sigmoid(û / max û)
 
@@ -31,7 +31,7 @@ from tailguard.validate import check_choice, check_count, check_range
 Normalisation = Literal["max", "minmax"]
 
 NO_UTILITY = 1e-12
-"""A largest utility (or a range of utilities) up to this says nothing about any weight: every gate is 0.5."""
+"""A largest utility (or half the range of all) up to this says nothing about any weight: every gate is 0.5."""
 SATURATION = 0.05
 """A gate this near to 0 or 1 is saturated."""
 
@@ -60,7 +60,10 @@ def gate_line(normalisation: Normalisation, lowest: Tensor, highest: Tensor) -> 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one group that share device and dtype, so that one call moves them all."""
+    """Parameters of one group that share device and dtype, so that one call handles them all.
+
+    What differs from weight to weight is computed on one row of all P weights, at least in float32.
+    """
 
     group: dict[str, Any]
     parameters: list[Tensor]
@@ -75,14 +78,38 @@ class Bucket:
         """Dense: a sparse one is spread out, since decay and perturbation touch every weight anyway."""
         return [parameter.grad.to_dense() for parameter in self.parameters if parameter.grad is not None]
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.parameters]
+
+    @cached_property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return torch.promote_types(self.parameters[0].dtype, torch.float32)
+
+    def row(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor for each parameter, end to end, [P]."""
+        return torch.cat([tensor.flatten() for tensor in tensors]).to(self.dtype)
+
+    def cut(self, row: Tensor) -> list[Tensor]:
+        """A row's parts in the parameters' shapes."""
+        parts = torch.split_with_sizes(row, self.sizes)
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+    def spread(self, numbers: Tensor) -> Tensor:
+        """One number for each parameter, repeated for each of its weights, [parameters] → [P]."""
+        return torch.cat([number.expand(size) for number, size in zip(numbers.unbind(), self.sizes, strict=True)])
+
     def bias_correction(self, beta: float) -> Tensor:
         """For every parameter's own count of steps, [parameters]."""
-        dtype = torch.promote_types(self.parameters[0].dtype, torch.float32)
-        return bias_correction(beta, torch.stack(self.each("step")).to(dtype))
+        return bias_correction(beta, torch.stack(self.each("step")).to(self.dtype))
 
     def learning_rate(self) -> float | Tensor:
         rate = self.group["lr"]
-        return rate.to(self.parameters[0].device, non_blocking=True) if isinstance(rate, Tensor) else rate
+        return rate.to(self.device, non_blocking=True) if isinstance(rate, Tensor) else rate
 
 
 class UtilityOptimizer(Optimizer, ABC):
@@ -178,58 +205,51 @@ class UtilityOptimizer(Optimizer, ABC):
         torch._foreach_mul_(utilities, beta)
         torch._foreach_addcmul_(utilities, bucket.gradients, bucket.parameters, value=beta - 1)
 
-    def _gates(self, buckets: Sequence[Bucket]) -> Iterator[list[Tensor]]:
-        """A gate for every weight, bucket by bucket; the extremes are those of all buckets together."""
+    def _gates(self, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+        """A gate for every weight, [P] a bucket; the extremes are those of all buckets together."""
         if not buckets:
             return
         corrections = [bucket.bias_correction(bucket.group["beta_utility"]) for bucket in buckets]
-        home = corrections[0].device
 
         def largest(traces: Iterable[list[Tensor]]) -> Tensor:
             each = [
-                (torch.stack(torch._foreach_max(trace)) / correction).max()
+                (torch.stack(torch._foreach_max(trace)) / correction).max().to(buckets[0].device, non_blocking=True)
                 for trace, correction in zip(traces, corrections, strict=True)
             ]
-            return torch.stack([extreme.to(home, non_blocking=True) for extreme in each]).max()
+            return torch.stack(each).max()
 
         highest = lowest = largest(bucket.each("utility") for bucket in buckets)
         if any(bucket.group["normalisation"] == "minmax" for bucket in buckets):
             lowest = -largest(list(torch._foreach_neg(bucket.each("utility"))) for bucket in buckets)
         for bucket, correction in zip(buckets, corrections, strict=True):
-            slope, offset = gate_line(bucket.group["normalisation"], lowest, highest)
-            slopes = (slope.to(correction.device, non_blocking=True) / correction).unbind()
-            gates = list(torch._foreach_mul(bucket.each("utility"), slopes))
-            if bucket.group["normalisation"] == "minmax":
-                # With `alpha` torch takes the tensor as one; without, it reads it out as a number.
-                torch._foreach_add_(gates, offset.to(correction.device, non_blocking=True), alpha=1)
-            torch._foreach_sigmoid_(gates)
-            yield gates
+            slope, offset = (
+                number.to(bucket.device, non_blocking=True)
+                for number in gate_line(bucket.group["normalisation"], lowest, highest)
+            )
+            gates = bucket.row(bucket.each("utility")).mul_(bucket.spread(slope / correction))
+            yield gates.add_(offset).sigmoid_()
 
-    def _move(self, bucket: Bucket, gates: list[Tensor]) -> None:
-        group, parameters = bucket.group, bucket.parameters
-        updates = list(torch._foreach_mul(list(self._direction(bucket)), gates))
-        torch._foreach_copy_(bucket.each("signal_norm"), torch._foreach_norm(updates))
+    def _move(self, bucket: Bucket, gates: Tensor) -> None:
+        group = bucket.group
+        updates = self._direction(bucket) * gates
+        torch._foreach_copy_(bucket.each("signal_norm"), torch._foreach_norm(bucket.cut(updates)))
         if group["sigma"] > 0:
-            torch._foreach_addcmul_(updates, self._noise(bucket), gates, value=group["sigma"])
+            noise = torch.randn(
+                updates.shape, generator=self._generator(bucket.device), device=bucket.device, dtype=bucket.dtype
+            )
+            updates.addcmul_(noise, gates, value=group["sigma"])
         if group["weight_decay"] > 0:
             self._decay(bucket, gates, updates)
-        torch._foreach_mul_(updates, bucket.learning_rate() * group["step_factor"])
-        torch._foreach_sub_(parameters, updates)
+        updates.mul_(bucket.learning_rate() * group["step_factor"])
+        torch._foreach_sub_(bucket.parameters, bucket.cut(updates))
 
     @abstractmethod
-    def _direction(self, bucket: Bucket) -> Sequence[Tensor]:
-        """Where every weight would go without gate, noise and decay; taken away from it times the learning rate."""
+    def _direction(self, bucket: Bucket) -> Tensor:
+        """Where every weight would go without gate, noise and decay, [P]; the learning rate is still to come."""
 
-    def _decay(self, bucket: Bucket, gates: list[Tensor], updates: list[Tensor]) -> None:  # noqa: ARG002
+    def _decay(self, bucket: Bucket, gates: Tensor, updates: Tensor) -> None:  # noqa: ARG002
         """Shrink every weight alike, apart from gradient and gate."""
         torch._foreach_mul_(bucket.parameters, 1 - bucket.learning_rate() * bucket.group["weight_decay"])
-
-    def _noise(self, bucket: Bucket) -> list[Tensor]:
-        """Standard normal numbers in the parameters' shapes, from one draw."""
-        first, sizes = bucket.parameters[0], [parameter.numel() for parameter in bucket.parameters]
-        draw = torch.randn(sum(sizes), generator=self._generator(first.device), device=first.device, dtype=first.dtype)
-        parts = torch.split_with_sizes(draw, sizes)
-        return [part.view(parameter.shape) for part, parameter in zip(parts, bucket.parameters, strict=True)]
 
     @torch.no_grad()
     def figures(self) -> dict[str, Tensor]:
@@ -242,9 +262,9 @@ class UtilityOptimizer(Optimizer, ABC):
         buckets = list(self._buckets(lambda parameter: bool(self.state.get(parameter))))
         if not buckets:
             return {}
-        home, rows, noise, signal = buckets[0].parameters[0].device, [], [], []
+        home, rows, noise, signal = buckets[0].device, [], [], []
         for bucket, gates in zip(buckets, self._gates(buckets), strict=True):
-            rows.append(torch.cat([gate.flatten() for gate in gates]).float().to(home))
+            rows.append(gates.float().to(home))
             noise.append(rows[-1].square().sum() * bucket.group["sigma"] ** 2)
             signal.append(torch.stack(bucket.each("signal_norm")).float().square().sum().to(home))
         ordered = torch.cat(rows).sort().values
