@@ -1,7 +1,7 @@
 """Training speed beside sb3-contrib's RecurrentPPO: the same market, network size, epochs and batch, in one run.
 
     python benchmarks/training.py            both shapes, a few minutes on 2 cores
-    python benchmarks/training.py --quick    two timed iterations each
+    python benchmarks/training.py --quick    three timed turns each
 
 Episodes are staggered for both: environments that restart together let the peer take its fast path most of the time.
 Run it on an otherwise idle machine.
@@ -10,7 +10,6 @@ Run it on an otherwise idle machine.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -115,47 +114,63 @@ class _Nothing(BaseCallback):
         return True
 
 
-def rate(prepare_run: Callable[[], tuple[Callable[[], object], int]], repeats: int) -> tuple[float, float]:
-    """Median steps per second over timed iterations, after two to warm up, and the spread (max − min) / median."""
-    iterate, steps = prepare_run()
-    for _ in range(2):
-        iterate()
-    rates = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        iterate()
-        rates.append(steps / (time.perf_counter() - begin))
-    median = statistics.median(rates)
-    return median, (max(rates) - min(rates)) / median
+def measure(
+    group: dict[str, Callable[[], tuple[Callable[[], object], int]]], repeats: int
+) -> dict[str, tuple[float, float]]:
+    """Median steps per second of each candidate, and its spread (quartiles over median), after two turns to warm up.
+
+    The candidates take turns, an iteration each, so that whatever else slows the machine slows all of them.
+    """
+    made = {name: prepare_run() for name, prepare_run in group.items()}
+    rates: dict[str, list[float]] = {name: [] for name in group}
+    for turn in range(repeats + 2):
+        for name, (iterate, steps) in made.items():
+            begin = time.perf_counter()
+            iterate()
+            if turn >= 2:
+                rates[name].append(steps / (time.perf_counter() - begin))
+    found = {}
+    for name, values in rates.items():
+        low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+        found[name] = (float(middle), float((high - low) / middle))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two timed iterations instead of eight")
-    repeats = 2 if parser.parse_args().quick else 8
+    parser.add_argument("--quick", action="store_true", help="three timed turns instead of fifteen")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of both")
+    arguments = parser.parse_args()
+    repeats = 3 if arguments.quick else 15
+    torch.set_num_threads(arguments.threads)
     console = Console()
-    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; medians of {repeats} iterations")
+    console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; medians of {repeats} turns")
     prepared = prepare(tg.make_market(20_000, seed=0).bars)
     all_on = {"twin_critics": True, "critic": "quantile", "value_clip": "mean_and_variance", "entropy_coef": 0.001}
     equal = (64, 64, 1024)
-    runs: list[tuple[str, Callable[[], Any], str]] = [
-        ("sb3-contrib, 64 × 64, minibatch 1,024", lambda: peer(prepared, *equal, 64), "equal"),
-        ("Tailguard plain (scalar critic)", lambda: ours(prepared, *equal, 64, critic="scalar"), "equal"),
-        ("Tailguard default (quantile critic)", lambda: ours(prepared, *equal, 64), "equal"),
-        ("Tailguard twin quantile, clip, entropy", lambda: ours(prepared, *equal, 64, **all_on), "equal"),
-        ("sb3-contrib, 64 × 64, ends at any step", lambda: peer(prepared, *equal, 1), "any"),
-        ("Tailguard default, ends at any step", lambda: ours(prepared, *equal, 1), "any"),
-        ("sb3-contrib as people run it, 8 × 128, 128", lambda: peer(prepared, 8, 128, 128, 64), "usual"),
-        ("Tailguard with its defaults, 256 × 64, 1,024", lambda: ours(prepared, 256, 64, 1024, 64), "usual"),
-        ("Tailguard, minibatch 4,096 as in the demo", lambda: ours(prepared, 256, 64, 4096, 64), "usual"),
+    groups: list[dict[str, Callable[[], Any]]] = [
+        {
+            "sb3-contrib, 64 × 64, minibatch 1,024": lambda: peer(prepared, *equal, 64),
+            "Tailguard plain (scalar critic)": lambda: ours(prepared, *equal, 64, critic="scalar"),
+            "Tailguard default (quantile critic)": lambda: ours(prepared, *equal, 64),
+            "Tailguard twin quantile, clip, entropy": lambda: ours(prepared, *equal, 64, **all_on),
+        },
+        {
+            "sb3-contrib, episodes end at any step": lambda: peer(prepared, *equal, 1),
+            "Tailguard, episodes end at any step": lambda: ours(prepared, *equal, 1),
+        },
+        {
+            "sb3-contrib as people run it, 8 × 128, 128": lambda: peer(prepared, 8, 128, 128, 64),
+            "Tailguard's defaults, 256 × 64, 4,096": lambda: ours(prepared, 256, 64, 4096, 64),
+        },
     ]
     table = Table("training, LSTM 64, 4 epochs", "steps/s", "spread", "ratio to the peer", box=None)
-    references: dict[str, float] = {}
-    for name, prepare_run, group in runs:
-        with console.status(name):
-            speed, spread = rate(prepare_run, repeats)
-        reference = references.setdefault(group, speed)
-        table.add_row(name, f"{speed:,.0f}", f"{100 * spread:.0f} %", f"{speed / reference:.1f}×")
+    for group in groups:
+        with console.status(next(iter(group))):
+            found = measure(group, repeats)
+        reference = next(iter(found.values()))[0]
+        for name, (speed, spread) in found.items():
+            table.add_row(name, f"{speed:,.0f}", f"{100 * spread:.0f} %", f"{speed / reference:.1f}×")
     console.print(table)
 
 

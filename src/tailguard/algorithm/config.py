@@ -24,7 +24,7 @@ class PPOConfig:
 
     n_steps: int = 64
     """Steps in a rollout and in a training sequence; let the episode length be a multiple of it."""
-    minibatch_size: int = 1024
+    minibatch_size: int = 4096
     """Transitions in an optimiser step; with memory they are whole sequences of n_steps."""
     epochs: int = 4
     """Passes over a rollout, 1 to 20."""
