@@ -51,6 +51,20 @@ def parameter_groups(learner: DistributionalPPO) -> dict[str, list[str]]:
     return {group: found for group, found in groups.items() if found}
 
 
+def expected_groups(mode: Mode) -> set[str]:
+    critic, memory, twin, _ = mode
+    trunks = ["actor"] if memory == "shared" else ["actor", "critic"]
+    if twin == "twin_own_trunk":
+        trunks.append("second critic")
+    heads = ["value head"] if critic == "scalar" else ["value head", "distribution head"]
+    return {
+        "action head",
+        *(f"{trunk} encoder" for trunk in trunks),
+        *(f"{trunk} memory" for trunk in trunks if memory != "none"),
+        *(f"{head} {index}" for head in heads for index in range(1 if twin == "single" else 2)),
+    }
+
+
 def expected_terms(group: str, shared: bool) -> set[str]:
     """The terms that must reach a group; no other may."""
     if group.startswith("value head"):
@@ -129,7 +143,9 @@ def test_a_term_reaches_exactly_its_groups(reach: Reach, mode: Mode, term: str) 
     if critic == "scalar" and term == "distribution":
         assert term not in gradients
         return
-    for group, names in parameter_groups(learner).items():
+    groups = parameter_groups(learner)
+    assert set(groups) == expected_groups(mode)
+    for group, names in groups.items():
         reached = {name: bool(gradients[term][name].any()) for name in names}
         wanted = term in expected_terms(group, memory == "shared")
         assert set(reached.values()) == {wanted}, f"{term} -> {group}: {reached}"

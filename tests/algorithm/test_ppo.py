@@ -131,6 +131,14 @@ def test_learn_refuses_a_number_of_steps_that_is_none(make_learner: Any, steps: 
         make_learner().learn(steps)
 
 
+def test_the_progress_bar_ends_where_the_training_does(make_learner: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    make_learner().learn(200, log_interval=100, progress_bar=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("training 216 / 200 steps")
+    make_learner().learn(72)
+    assert capsys.readouterr().out == ""
+
+
 def test_the_figures_are_what_their_names_say(make_learner: Any, make_witness: Any, scripted_env: Any) -> None:
     witness = make_witness()
     env = scripted_env(dead_rows=True, end_probability=0.3)
