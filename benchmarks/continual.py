@@ -83,12 +83,12 @@ DECAY, ADAM_DECAY = 0.01, 0.1
 
 METHODS = (
     Method("SGD", torch.optim.SGD, 0.0, SGD_GRID, {"lr": 0.1}),
-    Method("Adam", torch.optim.Adam, 0.0, ADAM_GRID, {"lr": 6e-3}),
+    Method("Adam", torch.optim.Adam, 0.0, ADAM_GRID, {"lr": 3e-3}),
     Method("UPGD", UPGD, 0.0, UPGD_GRID, {"lr": 0.1, "beta_utility": 0.9}),
     Method("AdaptiveUPGD", AdaptiveUPGD, 0.0, ADAPTIVE_GRID, {"lr": 3e-3, "beta_utility": 0.9}),
     Method("SGD", torch.optim.SGD, DECAY, SGD_GRID, {"lr": 0.3}),
-    Method("AdamW", torch.optim.AdamW, ADAM_DECAY, ADAM_GRID, {"lr": 1e-2}),
-    Method("UPGD", UPGD, DECAY, UPGD_GRID, {"lr": 0.3, "beta_utility": 0.9}),
+    Method("AdamW", torch.optim.AdamW, ADAM_DECAY, ADAM_GRID, {"lr": 6e-3}),
+    Method("UPGD", UPGD, DECAY, UPGD_GRID, {"lr": 0.3, "beta_utility": 0.999}),
     Method("AdaptiveUPGD", AdaptiveUPGD, ADAM_DECAY, ADAPTIVE_GRID, {"lr": 1e-2, "beta_utility": 0.9}),
     Method("UPGDW", UPGDW, ADAM_DECAY, ADAPTIVE_GRID, {"lr": 1e-2, "beta_utility": 0.9}),
 )
@@ -145,7 +145,7 @@ def with_interval(values: Sequence[float], signed: bool = False) -> str:
     """Mean and half of Student's 95 % interval over the seeds, in per cent."""
     half = float(stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
     mean = statistics.mean(values)
-    return f"{100 * mean:{'+' if signed else ''}.1f} ±{100 * half:4.1f}"
+    return f"{100 * mean:{'+' if signed else ''}.1f} ±{100 * half:.1f}"
 
 
 def run(job: tuple[int, Settings, int, Stream]) -> list[float]:
@@ -170,7 +170,7 @@ def tune(pool: ProcessPoolExecutor, stream: Stream) -> list[Settings]:
 def show(console: Console, chosen: Sequence[Settings], results: Sequence[Sequence[list[float]]]) -> None:
     """A table without weight decay and one with it; `results`: accuracies by method, seed and task."""
     for title, decays in (("without weight decay", False), ("with weight decay", True)):
-        table = Table(title=f"online accuracy in %, {title}", box=box.SIMPLE)
+        table = Table(title=f"online accuracy in %, {title}", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
         for name in ("method", "settings", "first 20 %", "last 20 %", "change", "all tasks"):
             table.add_column(name, no_wrap=True, justify="left" if name in ("method", "settings") else "right")
         for method, settings, streams in zip(METHODS, chosen, results, strict=True):

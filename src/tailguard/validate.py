@@ -27,10 +27,10 @@ def check_range(
         raise ConfigError(f"{name}: {value:g} is out of range; it must be {' and '.join(filter(None, (left, right)))}")
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
-        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(choices)}")
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(map(str, choices))}")
 
 
 def check_count(name: str, value: int, low: int = 1) -> None:

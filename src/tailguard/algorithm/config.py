@@ -14,6 +14,7 @@ from tailguard.algorithm.value_losses import ClipMode, ValueClip
 from tailguard.errors import ConfigError
 from tailguard.models.agent import NetworkConfig
 from tailguard.models.critics import TwinMode
+from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGSConfig
 from tailguard.returns import AdvantageMode
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -30,12 +31,12 @@ class PPOConfig:
     """Passes over a rollout, 1 to 20."""
     microbatches: int = 1
     """Parts in which a minibatch goes through the network; the gradient is that of the whole, memory is saved."""
-    optimizer: Literal["adam", "adamw"] = "adam"
-    """adam, or adamw with decoupled weight decay."""
+    optimizer: OptimizerKind = "adam"
+    """adam, adamw, or with utility gates: upgd (plain descent), adaptive_upgd (Adam), upgdw (AdamW)."""
     learning_rate: float | str = 3e-4
     """Step size, a schedule; 1e-5 to 1e-2."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of adamw, 0 to 0.1."""
+    """Decoupled weight decay of every optimiser but adam, 0 to 0.1."""
     gamma: float = 0.99
     """Discount factor, above 0 to 1."""
     gae_lambda: float = 0.95
@@ -93,6 +94,10 @@ class PPOConfig:
     """Bound of scaled observations, in standard deviations; without scaling there is no bound."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    upgd: UPGDConfig = field(default_factory=UPGDConfig)
+    """Gates and perturbations of the upgd optimisers."""
+    vgs: VGSConfig = field(default_factory=VGSConfig)
+    """Variance gradient scaling."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
     """Shape of the network."""
 
@@ -101,7 +106,7 @@ class PPOConfig:
         check_count("ppo.minibatch_size", self.minibatch_size, low=2)
         check_count("ppo.epochs", self.epochs)
         check_count("ppo.microbatches", self.microbatches)
-        check_choice("ppo.optimizer", self.optimizer, ("adam", "adamw"))
+        check_choice("ppo.optimizer", self.optimizer, get_args(OptimizerKind))
         check_range("ppo.gamma", self.gamma, low=0, low_open=True, high=1)
         check_range("ppo.gae_lambda", self.gae_lambda, low=0, high=1)
         check_range("ppo.distribution_lambda", self.distribution_lambda, low=0, high=1)
@@ -131,16 +136,31 @@ class PPOConfig:
             raise ConfigError(
                 f"ppo.entropy_window: {self.entropy_window} iterations show no trend; give 0, or 3 or more"
             )
-        if self.weight_decay > 0 and self.optimizer != "adamw":
+        if self.weight_decay > 0 and self.optimizer == "adam":
+            raise ConfigError("ppo.weight_decay: adam has none that is decoupled; set ppo.optimizer to adamw")
+        if self.upgd != UPGDConfig() and self.optimizer not in UTILITY_KINDS:
             raise ConfigError(
-                f"ppo.weight_decay: {self.optimizer} has none that is decoupled; set ppo.optimizer to adamw"
+                f"ppo.upgd: {self.optimizer} has no gates; set ppo.optimizer to one of {', '.join(UTILITY_KINDS)}"
             )
+        if self.vgs.enabled and self.vgs.moments == "optimizer" and self.optimizer == "upgd":
+            raise ConfigError("ppo.vgs.moments: upgd keeps no moments of the gradient; choose own")
         if self.kl_penalty > 0 and self.target_kl is None:
             raise ConfigError("ppo.kl_penalty: an adaptive penalty needs a target; set ppo.target_kl, 0.01 for example")
         if self.network.critic == "scalar" and self.baseline == "distribution":
             raise ConfigError("ppo.baseline: a scalar critic has no distribution; choose scalar, or another critic")
         if self.value_clip == "per_quantile" and self.network.critic == "categorical":
             raise ConfigError("ppo.value_clip: per_quantile needs a quantile critic; choose mean_only")
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> PPOConfig:
+        """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
+        parts = dict(settings)
+        network: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in parts["network"].items()
+        }
+        parts["network"] = NetworkConfig(**network)
+        parts["upgd"], parts["vgs"] = UPGDConfig(**parts["upgd"]), VGSConfig(**parts["vgs"])
+        return cls(**parts)
 
     @property
     def estimates(self) -> EstimateConfig:

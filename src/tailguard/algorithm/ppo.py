@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,9 +18,11 @@ from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
 from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
+from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler, optimizer_figures
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
 from tailguard.algorithm.scale import move_return_scale
-from tailguard.algorithm.schedules import AdaptiveKL, EntropyState, KLStopState, Schedule
+from tailguard.algorithm.schedules import AdaptiveKL, KLStopState, Schedule
+from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch, minibatch_loss
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.models.agent import ActorCritic
@@ -32,24 +34,6 @@ from tailguard.validate import check_count
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
     from tailguard.envs.spec import TradingSpec
-
-
-@dataclass
-class LearnerState:
-    """What training has come to, besides the weights and the optimiser's moments."""
-
-    carry: Carry | None = None
-    """Where acting stands; None before the first rollout, which starts fresh episodes."""
-    num_timesteps: int = 0
-    iteration: int = 0
-    progress: float = 0.0
-    """Share of the asked-for steps that is done, for the schedules."""
-    kl_coef: float = 0.0
-    entropy: EntropyState = field(default_factory=EntropyState)
-    skipped: int = 0
-    """Minibatches and rollouts left out because something in them was not finite."""
-    degenerate: int = 0
-    """Rollouts whose advantages carried no signal."""
 
 
 class DistributionalPPO:
@@ -91,7 +75,8 @@ class DistributionalPPO:
         self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
         self.return_moments = RunningMoments((), decay=self.config.return_decay, device=self.device)
         self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
-        self.optimizer = _make_optimizer(self.agent, self.config, self.learning_rate)
+        self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.learning_rate, seed)
+        self.scaler = make_scaler(self.optimizer, self.config)
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
         self.state = LearnerState(kl_coef=self.config.kl_penalty)
         self.metrics: dict[str, float] = {}
@@ -106,6 +91,22 @@ class DistributionalPPO:
     def num_timesteps(self) -> int:
         """Environment steps taken so far."""
         return self.state.num_timesteps
+
+    def parts(self) -> dict[str, Stateful]:
+        """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
+        parts: dict[str, Stateful] = {
+            "agent": self.agent,
+            "optimizer": OptimizerState(self.agent, self.optimizer),
+            "observations": self.observation_moments,
+            "returns": self.return_moments,
+            "episodes": self.episodes,
+            "learner": self.state,
+            "generator": GeneratorState(self.generator),
+            "prediction_generator": GeneratorState(self.prediction_generator),
+        }
+        if self.scaler is not None:
+            parts["vgs"] = self.scaler
+        return parts
 
     # --- learning -----------------------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class DistributionalPPO:
         self.state.degenerate += int(degenerate.sum())
         moments = self.return_moments
         change = moments.update(estimates.value_targets, rollout.valid)
-        relaid = move_return_scale(self.agent, self.optimizer, change)
+        relaid = move_return_scale(self.agent, self.optimizer, change, self.scaler)
         if relaid:
             # On other atoms the old logits mean other returns: the critics must say again what they think.
             estimates = replace(estimates, views=look(self.agent, rollout, moments, self.config.estimates)[0])
@@ -252,7 +253,7 @@ class DistributionalPPO:
                     stop = stopper.update(stop, figures["train/approx_kl"])
                     if bool(stop.stopped):
                         break
-                self.optimizer.step()
+                self._step()
                 seen.append(figures)
                 last = index
             if bool(stop.stopped):
@@ -264,14 +265,18 @@ class DistributionalPPO:
             reached = self._policy_kl(batch.select(last), inner_resets)
             self.state.kl_coef = AdaptiveKL(config.target_kl).update(self.state.kl_coef, float(reached))
             means["train/final_kl"] = reached
-        return means | {
-            "train/n_updates": torch.tensor(float(len(seen))),
-            "train/early_stop": stop.stopped.float(),
-            "train/learning_rate": hyper.learning_rate.clone(),
-            "train/clip_range": hyper.clip_range,
-            "train/entropy_coef": hyper.entropy_coef,
-            "train/kl_coef": hyper.kl_coef,
-        }
+        return (
+            means
+            | optimizer_figures(self.optimizer, self.scaler)
+            | {
+                "train/n_updates": torch.tensor(float(len(seen))),
+                "train/early_stop": stop.stopped.float(),
+                "train/learning_rate": hyper.learning_rate.clone(),
+                "train/clip_range": hyper.clip_range,
+                "train/entropy_coef": hyper.entropy_coef,
+                "train/kl_coef": hyper.kl_coef,
+            }
+        )
 
     @torch.no_grad()
     def _policy_kl(self, batch: Batch, inner_resets: bool) -> Tensor:
@@ -301,10 +306,18 @@ class DistributionalPPO:
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if not check_gradient(norm, self):
             return None
+        if self.scaler is not None:
+            self.scaler.update_statistics()
         if config.max_grad_norm > 0:
             nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
         figures["train/grad_norm"] = norm
         return figures
+
+    def _step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.optimizer_step()
 
     def _report(self, rollout: Rollout, estimates: Estimates, figures: dict[str, Tensor]) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
@@ -392,8 +405,3 @@ class DistributionalPPO:
         from tailguard.algorithm.saving import load_agent
 
         return load_agent(Path(path), env, device, extensions)
-
-
-def _make_optimizer(agent: ActorCritic, config: PPOConfig, learning_rate: Tensor) -> torch.optim.Optimizer:
-    kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-    return kind(agent.parameters(), lr=learning_rate, eps=1e-5, weight_decay=config.weight_decay, fused=True)

@@ -22,7 +22,6 @@ from tailguard.envs.adapt import FlatInputs, GymnasiumInputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import TailguardError
-from tailguard.models.agent import NetworkConfig
 
 WEIGHTS = "weights.safetensors"
 DESCRIPTION = "agent.json"
@@ -72,7 +71,7 @@ def load_agent(
     """Build the agent that the folder describes and fill in its tensors."""
     description, tensors = _read(folder)
     try:
-        config = _read_config(description["config"])
+        config = PPOConfig.from_dict(description["config"])
         space = _read_space(description["action_space"])
         spec = None if description["spec"] is None else TradingSpec.from_dict(description["spec"])
         inputs = FlatInputs(description["observation_size"], space, spec)
@@ -93,12 +92,6 @@ def load_agent(
     except (KeyError, TypeError) as error:
         raise TailguardError(f"{folder / DESCRIPTION}: not the description of an agent: {error!r}") from error
     return agent
-
-
-def _read_config(description: dict[str, Any]) -> PPOConfig:
-    settings = dict(description)
-    network = {name: _tuples(value) for name, value in settings.pop("network").items()}
-    return PPOConfig(network=NetworkConfig(**network), **settings)
 
 
 def _check_env(folder: Path, description: dict[str, Any], spec: TradingSpec | None, agent: DistributionalPPO) -> None:
@@ -180,11 +173,6 @@ def _read_space(description: dict[str, Any]) -> ActionSpace:
     if "sizes" in description:
         return Discrete(tuple(description["sizes"]))
     return Box(torch.tensor(description["low"]), torch.tensor(description["high"]))
-
-
-def _tuples(value: Any) -> Any:
-    """JSON has lists where the config has tuples."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 class _NoEnv:

@@ -8,6 +8,7 @@ from torch import Tensor
 from tailguard.algorithm.estimate import CriticView
 from tailguard.models.agent import ActorCritic, ReturnCritic
 from tailguard.models.critics import CategoricalCritic, Critic, ScalarCritic
+from tailguard.optim import VarianceGradientScaler
 from tailguard.returns import MomentsChange, RunningMoments, popart_rescale, rescale_moments
 
 SUPPORT_DRIFT_LIMIT = 1.0
@@ -15,9 +16,18 @@ SUPPORT_DRIFT_LIMIT = 1.0
 
 
 @torch.no_grad()
-def move_return_scale(agent: ActorCritic, optimizer: torch.optim.Optimizer, change: MomentsChange) -> int:
-    """Rewrite every critic head for the new return scale (PopArt); returns how many supports had to be laid anew."""
+def move_return_scale(
+    agent: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    change: MomentsChange,
+    scaler: VarianceGradientScaler | None = None,
+) -> int:
+    """Rewrite every critic head for the new return scale (PopArt); returns how many supports had to be laid anew.
+
+    What optimiser and scaler remember of the heads' gradients is brought into the new units too.
+    """
     moved = 0
+    ratio = change.old_std / change.new_std
     for critic in agent.each_critic():
         heads: list[Critic] = [critic.value]
         if critic.distribution is not None:
@@ -30,11 +40,15 @@ def move_return_scale(agent: ActorCritic, optimizer: torch.optim.Optimizer, chan
                 )
                 for parameter in (layer.weight, layer.bias):
                     rescale_moments(optimizer.state[parameter], change.old_std, change.new_std, degree)
+                    if scaler is not None:
+                        scaler.rescale(parameter, ratio ** (degree - 1))
             head.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
             if isinstance(head, CategoricalCritic) and float(head.support_drift()) > SUPPORT_DRIFT_LIMIT:
                 head.set_support(head.v_min, head.v_max)
                 for parameter in (head.layer.weight, head.layer.bias):
                     optimizer.state.pop(parameter, None)
+                    if scaler is not None:
+                        scaler.forget(parameter)
                 moved += 1
     return moved
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,6 +46,22 @@ class EpisodeTracker:
         for episode in torch.stack(list(figures.values()), dim=1)[finished].tolist():
             self.finished.append(dict(zip(figures, episode, strict=True)))
             self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Running sums, and the finished episodes the means still cover."""
+        return {
+            "returns": self.returns.clone(),
+            "lengths": self.lengths.clone(),
+            "finished": [dict(episode) for episode in self.finished],
+            "count": self.count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.returns.copy_(state["returns"])
+        self.lengths.copy_(state["lengths"])
+        self.finished = deque((dict(episode) for episode in state["finished"]), maxlen=WINDOW)
+        self.count = state["count"]
 
     def mean(self, name: str) -> float:
         """Mean over the last finished episodes; NaN before the first one."""

@@ -226,6 +226,27 @@ class VarianceGradientScaler:
             "vgs/scale": self.get_scaling_factor().mean(),
         }
 
+    @torch.no_grad()
+    def rescale(self, parameter: Tensor, factor: Tensor) -> None:
+        """Carry a parameter's statistics over to a loss whose gradient for it is `factor` times what it was."""
+        index = self._index_of(parameter)
+        for sums in (self._second_moment, self._noise, self._signal):
+            sums[index].mul_(factor.square())
+        if self._means:
+            self._means[index].mul_(factor)
+
+    @torch.no_grad()
+    def forget(self, parameter: Tensor) -> None:
+        """Begin a parameter's statistics anew, because its gradients so far say nothing about those to come."""
+        index = self._index_of(parameter)
+        for sums in (self._steps, self._second_moment, self._noise, self._signal):
+            sums[index].zero_()
+        if self._means:
+            self._means[index].zero_()
+
+    def _index_of(self, parameter: Tensor) -> int:
+        return next(index for index, mine in enumerate(self.parameters) if mine is parameter)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all that is needed to go on from here, one flat dictionary."""
         return {name: value.clone() for name, value in self._state().items()}

@@ -203,7 +203,8 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     (σ/σ')^p when the units change, and the head's weight and bias enter it multiplied by σ/σ'; so their gradient is
     multiplied by (σ/σ')^(p−1). Averages of gradients and of their squares scaled alike are exactly those that the whole
     past would have left in the new units: the optimiser's next step is the one it would take had the units always been
-    the new ones. For pinball the factor is 1, since its gradient knows no units.
+    the new ones. For pinball the factor is 1, since its gradient knows no units. A utility is a gradient times its
+    weight, so it gets one factor more; that a bias is also shifted, its utility learns from the gradients to come.
 
     moments: the optimiser's state of one parameter, `optimiser.state[parameter]`
     """
@@ -211,3 +212,5 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     for name, power in _MOMENT_POWERS.items():
         if name in moments:
             moments[name].mul_(gradient_factor**power)
+    if "utility" in moments:
+        moments["utility"].mul_((old_std / new_std) ** loss_degree)

@@ -1,0 +1,111 @@
+"""What turns gradients into steps: the optimiser and, if asked for, the scaler that shortens noisy steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tailguard.errors import ConfigError
+from tailguard.optim import UPGD, UPGDW, AdaptiveUPGD, VarianceGradientScaler
+from tailguard.optim.utility import UtilityOptimizer
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.config import PPOConfig
+
+ADAM_EPS = 1e-5
+"""Baselines' value for PPO: gradients are small, and torch's 1e-8 would let their noise take whole steps."""
+
+
+def make_optimizer(
+    parameters: list[nn.Parameter], config: PPOConfig, learning_rate: Tensor, seed: int
+) -> torch.optim.Optimizer:
+    """The optimiser that the config names; it holds the `learning_rate` tensor itself."""
+    if config.optimizer in ("adam", "adamw"):
+        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+        return kind(parameters, lr=learning_rate, eps=ADAM_EPS, weight_decay=config.weight_decay, fused=True)
+    shared: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "beta_utility": config.upgd.beta_utility,
+        "sigma": config.upgd.sigma,
+        "step_factor": config.upgd.step_factor,
+        "normalisation": config.upgd.normalisation,
+        "seed": seed,
+    }
+    if config.optimizer == "upgd":
+        return UPGD(parameters, learning_rate, **shared)
+    adaptive = AdaptiveUPGD if config.optimizer == "adaptive_upgd" else UPGDW
+    return adaptive(parameters, learning_rate, eps=ADAM_EPS, **shared)
+
+
+def make_scaler(optimizer: torch.optim.Optimizer, config: PPOConfig) -> VarianceGradientScaler | None:
+    """The scaler, if the config asks for one.
+
+    It always acts on the learning rate. A factor on the gradient would cancel out in Adam, and for every optimiser in
+    the gradient clip that follows: a gradient beyond the limit comes out of it with the same length, scaled or not.
+    """
+    vgs = config.vgs
+    if not vgs.enabled:
+        return None
+    return VarianceGradientScaler(
+        optimizer,
+        alpha=vgs.alpha,
+        beta=vgs.beta,
+        min_scale=vgs.min_scale,
+        max_nsr=vgs.max_nsr,
+        warmup_steps=vgs.warmup_steps,
+        granularity=vgs.granularity,
+        moments=vgs.moments,
+        apply="learning_rate",
+    )
+
+
+def optimizer_figures(optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None) -> dict[str, Tensor]:
+    """`upgd/*` and `vgs/*`, as far as they are there."""
+    gates = optimizer.figures() if isinstance(optimizer, UtilityOptimizer) else {}
+    return gates | ({} if scaler is None else scaler.figures())
+
+
+class OptimizerState:
+    """An optimiser's moments by the names of the parameters, to save and to load."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.names = dict(model.named_parameters())
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the moments, and of the generators of those that draw noise."""
+        moments = {
+            name: {key: value.clone() for key, value in self.optimizer.state[parameter].items()}
+            for name, parameter in self.names.items()
+            if self.optimizer.state.get(parameter)
+        }
+        generators = getattr(self.optimizer, "generators", {})
+        return {
+            "moments": moments,
+            "generators": {device.type: generator.get_state() for device, generator in generators.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; tensors are copied, so its giver and this one stay independent."""
+        self.optimizer.state.clear()
+        for name, moments in state["moments"].items():
+            if name not in self.names:
+                raise ConfigError(f"optimizer: saved moments of {name}, which this network does not have")
+            parameter = self.names[name]
+            self.optimizer.state[parameter] = {
+                key: _placed(name, key, value, parameter) for key, value in moments.items()
+            }
+        for device, generator in getattr(self.optimizer, "generators", {}).items():
+            if device.type in state["generators"]:
+                generator.set_state(state["generators"][device.type].cpu())
+
+
+def _placed(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    if value.dim() and value.shape != parameter.shape:
+        raise ConfigError(
+            f"optimizer: {key} of {name} has shape {tuple(value.shape)} where {tuple(parameter.shape)} is needed"
+        )
+    return value.to(parameter.device, copy=True)

@@ -1,0 +1,95 @@
+"""What training has come to, in a form that can be saved and taken up again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tailguard.algorithm.rollout import Carry
+from tailguard.algorithm.schedules import EntropyState
+
+
+class Stateful(Protocol):
+    """A part of the learner that remembers something."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Nested dicts of tensors, numbers, text and lists of them: all that is needed to go on exactly."""
+        ...
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go on from what `state_dict` returned."""
+        ...
+
+
+@dataclass
+class LearnerState:
+    """What training has come to, besides the weights and the optimiser's moments."""
+
+    carry: Carry | None = None
+    """Where acting stands; None before the first rollout, which starts fresh episodes."""
+    num_timesteps: int = 0
+    iteration: int = 0
+    progress: float = 0.0
+    """Share of the asked-for steps that is done, for the schedules."""
+    kl_coef: float = 0.0
+    entropy: EntropyState = field(default_factory=EntropyState)
+    skipped: int = 0
+    """Minibatches and rollouts left out because something in them was not finite."""
+    degenerate: int = 0
+    """Rollouts whose advantages carried no signal."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it; the memories of trunk i are `memory.i.*`."""
+        state: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("num_timesteps", "iteration", "progress", "kl_coef", "skipped", "degenerate")
+        }
+        state["entropy"] = self.entropy.to_dict()
+        if self.carry is not None:
+            state["carry"] = {
+                "obs": self.carry.obs.clone(),
+                "episode_start": self.carry.episode_start.clone(),
+                "memory": {
+                    str(trunk): {str(part): value.clone() for part, value in enumerate(memory)}
+                    for trunk, memory in enumerate(self.carry.state)
+                },
+            }
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        numbers = {name: value for name, value in state.items() if name not in ("entropy", "carry")}
+        for name, value in numbers.items():
+            setattr(self, name, value)
+        self.entropy = EntropyState.from_dict(state["entropy"])
+        self.carry = None
+        if "carry" in state:
+            carry = state["carry"]
+            memory = carry["memory"]
+            self.carry = Carry(
+                carry["obs"],
+                carry["episode_start"],
+                tuple(
+                    tuple(memory[str(trunk)][str(part)] for part in range(len(memory[str(trunk)])))
+                    for trunk in range(len(memory))
+                ),
+            )
+
+
+class GeneratorState:
+    """A random stream, to save and to load. Its state is bound to the kind of device it was drawn on."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and on which kind of device."""
+        return {"device": self.generator.device.type, "state": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; on another kind of device the stream stays where it is."""
+        if state["device"] == self.generator.device.type:
+            self.generator.set_state(state["state"].cpu())
