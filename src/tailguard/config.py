@@ -86,11 +86,20 @@ class TrainingConfig:
     """Where everything runs: cpu, or cuda."""
     threads: int = 0
     """CPU threads for the mathematics; 0 leaves it to PyTorch."""
+    checkpoint_steps: int = 0
+    """Environment steps between two checkpoints, each scored on the validation part; 0: a twentieth of the run."""
+    checkpoint_minutes: float = 10.0
+    """Longest time without a checkpoint, in minutes."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep, besides the best on the validation part."""
 
     def __post_init__(self) -> None:
         check_count("training.total_timesteps", self.total_timesteps)
         check_count("training.seed", self.seed, low=0)
         check_count("training.threads", self.threads, low=0)
+        check_count("training.checkpoint_steps", self.checkpoint_steps, low=0)
+        check_range("training.checkpoint_minutes", self.checkpoint_minutes, low=0, low_open=True)
+        check_count("training.keep_checkpoints", self.keep_checkpoints)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ class ConfigError(TailguardError):
     """A setting that is unknown, of the wrong type or out of range."""
 
 
+class CheckpointError(TailguardError):
+    """A saved agent or checkpoint that is damaged, of another kind, or not to be trusted; the message names what."""
+
+
 class MissingExtraError(TailguardError):
     """A feature needs an optional package that is not installed."""
 
