@@ -72,26 +72,21 @@ class BacktestResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The usual figures; horizons are a day and a week of bars."""
-        per_year, per_day = self.bars_per_year, self.bars_per_year / 365.25
-        figures = {
-            "total_return": float(self.equity[-1] / self.equity[0] - 1),
-            "growth_per_year": metrics.growth_per_year(self.equity, per_year),
-            "volatility": metrics.volatility(self.net, per_year),
-            "sharpe": metrics.sharpe(self.net, per_year),
-            "sortino": metrics.sortino(self.net, per_year),
-            "max_drawdown": metrics.max_drawdown(self.equity),
+        """Every figure by name: those of `evaluate.metrics.track_record`, and what only the books know.
+
+        `tailguard.evaluate.metrics` and docs/evaluation.md say what each means.
+        """
+        per_day = self.bars_per_year / metrics.DAYS_PER_YEAR
+        gross = np.abs(self.weights).sum(-1)
+        return {
+            **metrics.track_record(self.equity, self.net, self.bars_per_year),
             "turnover_per_day": float(self.turnover.mean() * per_day),
-            "exposure": float(np.abs(self.weights).sum(-1).mean()),
-            "time_in_market": float((np.abs(self.weights).sum(-1) > 0).mean()),
+            "exposure": float(gross.mean()),
+            "net_exposure": float(self.weights.sum(-1).mean()),
+            "time_in_market": float((gross > 0).mean()),
             "unfilled_per_day": float(self.unfilled.mean() * per_day),
+            **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
         }
-        for name, bars in {"bar": 1, "day": round(per_day), "week": round(7 * per_day)}.items():
-            if 0 < bars < len(self.equity):
-                figures[f"cvar_5_{name}"] = metrics.cvar(metrics.horizon_returns(self.equity, bars), 0.05)
-        for kind, cost in self.costs.items():
-            figures[f"cost_{kind}_per_year"] = float(cost.mean() * per_year)
-        return figures
 
     def frame(self) -> polars.DataFrame:
         """Everything as one table, a row a bar."""

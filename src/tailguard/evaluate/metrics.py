@@ -1,13 +1,24 @@
-"""Figures of a track record: pure functions of per-bar net returns or of equity. Returns are fractions, 0.01 is 1 %."""
+"""Figures of a track record: pure functions of per-bar net returns or of equity. Returns are fractions, 0.01 is 1 %.
+
+Equity curves carry their starting value in front. A figure that is not defined on what it was given (a Sharpe ratio of
+returns that never vary) is NaN, never a stand-in. `docs/evaluation.md` says what each figure means and where it
+misleads.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
+
+TAIL_LEVELS = (0.01, 0.05, 0.10)
+"""Shares of the worst outcomes whose VaR and CVaR `track_record` gives."""
+DAYS_PER_YEAR = 365.25
 
 
 def growth_per_year(equity: Float, bars_per_year: float) -> float:
@@ -27,8 +38,64 @@ def volatility(returns: Float, bars_per_year: float) -> float:
 
 def sharpe(returns: Float, bars_per_year: float) -> float:
     """Yearly Sharpe ratio against cash at zero interest; NaN when returns do not vary."""
-    deviation = float(np.std(returns, ddof=1))
-    return float(np.mean(returns)) / deviation * math.sqrt(bars_per_year) if deviation > 0 else math.nan
+    return float(sharpe_of_rows(returns)) * math.sqrt(bars_per_year)
+
+
+def sharpe_of_rows(returns: Float) -> Float:
+    """Sharpe ratio of a bar for each row, [..., n] -> [...]; NaN where a row does not vary."""
+    mean = returns.mean(-1, keepdims=True)
+    centred = returns - mean
+    deviation = np.sqrt(np.einsum("...n,...n->...", centred, centred) / (returns.shape[-1] - 1))
+    # Rounding leaves equal returns a deviation of this order; it is not movement.
+    varies = deviation > 1e-14 * np.abs(mean[..., 0])
+    return np.where(varies, mean[..., 0] / np.where(varies, deviation, 1.0), np.nan)
+
+
+def sharpe_autocorrelated(returns: Float, bars_per_year: float) -> float:
+    """Yearly Sharpe ratio that takes serial correlation into account (Lo 2002); NaN where it has no positive variance.
+
+    It counts the lags that stand out of the noise (`significant_lags`), so without serial correlation it is the usual
+    Sharpe ratio.
+    """
+    if not np.ptp(returns) > 0:
+        return math.nan
+    lags = min(significant_lags(returns), math.ceil(bars_per_year) - 1)
+    return float(sharpe_of_rows(returns)) * annualisation(autocorrelations(returns, lags), bars_per_year)
+
+
+def annualisation(correlations: Float, periods: float) -> float:
+    """Factor from the Sharpe ratio of a bar to that of q periods (Lo 2002, eq. 20): q / √(q + 2 Σ (q − k) ρ_k).
+
+    `correlations` [K] are ρ_1 … ρ_K, the later ones zero. NaN where they leave no positive variance.
+    """
+    lags = np.arange(1, len(correlations) + 1)
+    variance = periods + 2 * float(((periods - lags) * correlations).sum())
+    return periods / math.sqrt(variance) if variance > 0 else math.nan
+
+
+def autocorrelations(values: Float, lags: int) -> Float:
+    """Sample autocorrelations ρ_1 … ρ_lags, [lags]."""
+    centred = values - values.mean()
+    products = [float(centred[lag:] @ centred[:-lag]) for lag in range(1, lags + 1)]
+    return np.array(products) / float(centred @ centred)
+
+
+def significant_lags(values: Float) -> int:
+    """Last lag before the autocorrelation falls into the noise for good (Politis 2003, as in Politis & White 2004).
+
+    The smallest m after which max(5, log₁₀ n) autocorrelations in a row stay inside ±2√(log₁₀ n / n); where none does,
+    the last lag outside.
+    """
+    count = len(values)
+    quiet = max(5, math.ceil(math.log10(count)))
+    furthest = min(math.ceil(math.sqrt(count)) + quiet, count - 1)
+    outside = np.abs(autocorrelations(values, furthest)) > 2 * math.sqrt(math.log10(count) / count)
+    last = 0
+    for lag in np.flatnonzero(outside) + 1:
+        if lag > last + quiet:
+            break
+        last = int(lag)
+    return last
 
 
 def sortino(returns: Float, bars_per_year: float) -> float:
@@ -47,6 +114,46 @@ def max_drawdown(equity: Float) -> float:
     return float(drawdowns(equity).min())
 
 
+@dataclass(frozen=True)
+class Drawdown:
+    """A fall from a high and the way back. Positions are indices into the equity curve."""
+
+    depth: float
+    """As a negative fraction; 0 where equity never fell."""
+    peak: int
+    trough: int
+    recovery: int | None
+    """Where equity was back at the peak; None while it is not."""
+    bars: int
+    """From the peak to the recovery, or to the end of the curve."""
+
+
+def deepest_drawdown(equity: Float) -> Drawdown:
+    """The fall whose depth is `max_drawdown`; the first of several equal ones."""
+    trough = int(np.argmin(drawdowns(equity)))
+    # The peak counts from its last bar: equity at its height has not begun to fall.
+    peak = trough - int(np.argmax(equity[: trough + 1][::-1]))
+    back = np.flatnonzero(equity[trough:] >= equity[peak])
+    recovery = trough + int(back[0]) if len(back) else None
+    end = len(equity) - 1 if recovery is None else recovery
+    return Drawdown(float(equity[trough] / equity[peak] - 1.0), peak, trough, recovery, end - peak)
+
+
+def longest_drawdown(equity: Float) -> int:
+    """Most bars spent below a previous high, from the high to the recovery or the end."""
+    at_high = np.flatnonzero(drawdowns(equity) == 0)
+    ends = np.append(at_high, len(equity) - 1)
+    spells = np.diff(ends)
+    # Neighbouring highs are no fall; the last spell is one as soon as it has a bar below the high.
+    return int(max(spells[:-1][spells[:-1] > 1].max(initial=0), spells[-1]))
+
+
+def calmar(equity: Float, bars_per_year: float) -> float:
+    """Yearly growth over the deepest drawdown; NaN where equity never fell."""
+    depth = -max_drawdown(equity)
+    return growth_per_year(equity, bars_per_year) / depth if depth > 0 else math.nan
+
+
 def value_at_risk(returns: Float, alpha: float) -> float:
     """The alpha-quantile of returns: the best of the worst alpha share."""
     return float(np.quantile(returns, alpha, method="inverted_cdf"))
@@ -54,15 +161,101 @@ def value_at_risk(returns: Float, alpha: float) -> float:
 
 def cvar(returns: Float, alpha: float) -> float:
     """Mean of the worst alpha share of returns, the boundary observation weighted by the part that belongs to it."""
-    ordered = np.sort(returns)
-    share = alpha * len(ordered)
+    return float(cvar_of_rows(returns, alpha))
+
+
+def cvar_of_rows(returns: Float, alpha: float) -> Float:
+    """CVaR of each row, [..., n] -> [...]."""
+    share = alpha * returns.shape[-1]
     whole = math.floor(share)
-    tail = float(ordered[:whole].sum())
-    if whole < len(ordered):
-        tail += (share - whole) * float(ordered[whole])
-    return tail / share
+    if whole >= returns.shape[-1]:
+        return np.asarray(returns.mean(-1))
+    ordered = np.partition(returns, whole, axis=-1)
+    tail = ordered[..., :whole].sum(-1) + (share - whole) * ordered[..., whole]
+    return np.asarray(tail / share)
 
 
 def horizon_returns(equity: Float, bars: int) -> Float:
-    """Returns over all overlapping windows of this many bars, oldest first."""
-    return np.asarray(equity[bars:] / equity[:-bars] - 1.0)
+    """Returns over all overlapping windows of this many bars, oldest first; 0 from an account already emptied."""
+    start = equity[:-bars]
+    alive = start > 0
+    return np.where(alive, equity[bars:] / np.where(alive, start, 1.0) - 1.0, 0.0)
+
+
+def tail_ratio(returns: Float) -> float:
+    """95 % quantile over 5 % quantile, as absolute values: above 1 the gains reach further than the losses."""
+    low, high = np.quantile(returns, (0.05, 0.95))
+    return float(abs(high) / abs(low)) if low != 0 else math.nan
+
+
+def hit_rate(returns: Float) -> float:
+    """Share of gains among the bars that moved equity; NaN where none did."""
+    moved = np.count_nonzero(returns)
+    return float(np.count_nonzero(returns > 0) / moved) if moved else math.nan
+
+
+def profit_factor(returns: Float) -> float:
+    """Sum of gains over sum of losses, by bar; NaN without losses."""
+    losses = -float(returns[returns < 0].sum())
+    return float(returns[returns > 0].sum()) / losses if losses > 0 else math.nan
+
+
+def skewness(returns: Float) -> float:
+    """Third standardised moment, population form; NaN when returns do not vary."""
+    return _standardised_moment(returns, 3)
+
+
+def kurtosis(returns: Float) -> float:
+    """Fourth standardised moment, population form, 3 for a normal distribution; NaN when returns do not vary."""
+    return _standardised_moment(returns, 4)
+
+
+def _standardised_moment(returns: Float, order: int) -> float:
+    centred = returns - returns.mean()
+    deviation = math.sqrt(float(np.mean(centred**2)))
+    return float(np.mean(centred**order)) / deviation**order if deviation > 0 else math.nan
+
+
+def horizons(bars_per_year: float) -> dict[str, int]:
+    """Bars in a bar, a day and a week; a horizon shorter than a bar is left out."""
+    lengths = {name: days * bars_per_year / DAYS_PER_YEAR for name, days in (("day", 1), ("week", 7))}
+    # The tolerance is the rounding of bars per year, which makes a weekly bar a hair shorter than a week.
+    return {"bar": 1} | {name: round(bars) for name, bars in lengths.items() if bars > 1 - 1e-9}
+
+
+def tail_figures(equity: Float, windows: Mapping[str, int], levels: Sequence[float] = TAIL_LEVELS) -> dict[str, float]:
+    """VaR and CVaR of overlapping windows: `var_5_day`, `cvar_5_day` and so on; windows as long as the record are out.
+
+    `windows`: bars by name, as `horizons` gives them.
+    """
+    figures = {}
+    for name, bars in windows.items():
+        if bars < len(equity):
+            returns = horizon_returns(equity, bars)
+            for level in levels:
+                figures[f"var_{100 * level:g}_{name}"] = value_at_risk(returns, level)
+                figures[f"cvar_{100 * level:g}_{name}"] = cvar(returns, level)
+    return figures
+
+
+def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[str, float]:
+    """All figures that equity [T + 1] and its per-bar returns [T] give; lengths of drawdowns in days."""
+    days_per_bar = DAYS_PER_YEAR / bars_per_year
+    return {
+        "total_return": float(equity[-1] / equity[0] - 1),
+        "growth_per_year": growth_per_year(equity, bars_per_year),
+        "volatility": volatility(returns, bars_per_year),
+        "sharpe": sharpe(returns, bars_per_year),
+        "sharpe_autocorrelated": sharpe_autocorrelated(returns, bars_per_year),
+        "sortino": sortino(returns, bars_per_year),
+        "calmar": calmar(equity, bars_per_year),
+        "max_drawdown": max_drawdown(equity),
+        "max_drawdown_days": deepest_drawdown(equity).bars * days_per_bar,
+        "longest_drawdown_days": longest_drawdown(equity) * days_per_bar,
+        "skewness": skewness(returns),
+        "kurtosis": kurtosis(returns),
+        "tail_ratio": tail_ratio(returns),
+        "hit_rate": hit_rate(returns),
+        "profit_factor": profit_factor(returns),
+        **tail_figures(equity, horizons(bars_per_year)),
+    }
