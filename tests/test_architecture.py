@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
-ROOMS = ("data", "market", "envs", "models", "returns", "optim", "algorithm", "monitor", "evaluate", "runs")
+ROOMS = ("data", "market", "envs", "models", "returns", "risk", "optim", "algorithm", "monitor", "evaluate", "runs")
 """Data flows this way: a room imports rooms that stand before it. See `ALLOWED` for the exceptions."""
 ALLOWED = {
     ("algorithm", "monitor"),  # the learner drives its own progress line and episode figures

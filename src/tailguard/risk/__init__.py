@@ -1,0 +1,25 @@
+"""Tail risk: estimators of CVaR and VaR."""
+
+from tailguard.risk.cvar import (
+    TailMethod,
+    cvar_from_atoms,
+    cvar_from_quantiles,
+    cvar_from_samples,
+    cvar_gpd_from_samples,
+    cvar_standard_error,
+    tail_heaviness,
+    var_from_quantiles,
+    var_from_samples,
+)
+
+__all__ = [
+    "TailMethod",
+    "cvar_from_atoms",
+    "cvar_from_quantiles",
+    "cvar_from_samples",
+    "cvar_gpd_from_samples",
+    "cvar_standard_error",
+    "tail_heaviness",
+    "var_from_quantiles",
+    "var_from_samples",
+]
