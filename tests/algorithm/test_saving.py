@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,13 @@ from gymnasium import spaces
 
 from tailguard.algorithm.bc import BehaviourCloning
 from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.saving import PARTS, capture, restore
 from tailguard.data.bars import Bars
 from tailguard.envs.tasks import RecallEnv
 from tailguard.envs.trading import TradingEnv
-from tailguard.errors import ConfigError, TailguardError
+from tailguard.errors import CheckpointError, ConfigError, TailguardError
+from tailguard.optim.config import VGSConfig
+from tailguard.sealed import flat_tensors, read_sealed, write_sealed
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -65,6 +69,64 @@ def test_a_loaded_agent_is_the_saved_one(
         assert torch.equal(found[name], value), name
 
 
+EXACT: dict[str, dict[str, Any]] = {
+    "plain": {"learning_rate": "linear:3e-3:0"},
+    "everything": {
+        "twin_critics": True,
+        "twin_trunk": "own",
+        "critic": "categorical",
+        "kl_penalty": 0.2,
+        "target_kl": 1e-3,
+        "entropy_coef": "linear:0.01:0",
+        "entropy_window": 3,
+        "optimizer": "upgdw",
+        "vgs": VGSConfig(enabled=True),
+    },
+    "upgd": {"optimizer": "upgd", "memory": "none"},
+    "adaptive_upgd": {"optimizer": "adaptive_upgd", "lstm_layers": 2, "memory": "shared"},
+}
+
+
+@pytest.mark.parametrize("options", EXACT.values(), ids=EXACT)
+def test_a_restored_agent_goes_on_bit_by_bit(
+    make_learner: Any, everything_in: Any, bars: Bars, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Episodes, accounts, memories, statistics, moments, schedules and every random stream return."""
+
+    def make() -> DistributionalPPO:
+        learner: DistributionalPPO = make_learner(
+            TradingEnv(bars, num_envs=4, episode_length=24, stagger=12), seed=5, **options
+        )
+        return learner
+
+    learner = make()
+    lines: list[dict[str, float]] = []
+    kept: dict[int, Path] = {}
+
+    def keep(locals_: dict[str, Any], _: dict[str, Any]) -> None:
+        agent = locals_["self"]
+        lines.append({name: value for name, value in agent.metrics.items() if name != "time/fps"})
+        agent.predict(np.zeros(agent.env.observation_size), deterministic=False)
+        if agent.state.iteration in (1, 4):
+            kept[agent.num_timesteps] = tmp_path / str(agent.num_timesteps)
+            agent.save(kept[agent.num_timesteps])
+
+    learner.learn(8 * 48, callback=keep)
+    assert list(kept) == [48, 192]
+    whole = lines.copy()
+    for step, folder in kept.items():
+        resumed = make()
+        restore(resumed, read_sealed(folder, PARTS)[1], "here", episodes=True)
+        lines.clear()
+        resumed.learn(8 * 48 - step, callback=keep, reset_num_timesteps=False)
+        assert [str(line) for line in lines] == [str(line) for line in whole[step // 48 :]]  # str: NaN equals NaN
+        found = everything_in(resumed)
+        for name, value in everything_in(learner).items():
+            assert torch.equal(found[name], value), name
+        for name, value in flat_tensors(capture(learner)["state"]):
+            assert torch.equal(dict(flat_tensors(capture(resumed)["state"]))[name], value), name
+
+
 def test_an_untrained_agent_can_be_saved(
     make_learner: Any, scripted_env: Any, everything_in: Any, tmp_path: Path
 ) -> None:
@@ -97,17 +159,51 @@ def test_without_an_environment_it_predicts_and_does_not_learn(make_learner: Any
     assert DistributionalPPO.load(tmp_path / "again").num_timesteps == 144
 
 
-def test_nothing_on_disk_is_a_pickle(make_learner: Any, tmp_path: Path) -> None:
+def test_an_agent_is_two_tensor_files_and_a_manifest(make_learner: Any, tmp_path: Path) -> None:
     learner = make_learner()
     learner.learn(72)
     learner.save(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent.json", "weights.safetensors"]
-    json.loads((tmp_path / "agent.json").read_text())
+    names = ["manifest.json", "state.safetensors", "weights.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["about"]["step"] == 72
+    for name in names[1:]:
+        data = (tmp_path / name).read_bytes()
+        assert manifest["files"][name] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     header = (tmp_path / "weights.safetensors").read_bytes()
-    size = int.from_bytes(header[:8], "little")
-    assert "generator" in json.loads(header[8 : 8 + size])
-    assert header[:2] != b"\x80\x04"
-    assert b"PK\x03\x04" not in header[:4]
+    weights = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    assert set(weights) - {"__metadata__"} == set(learner.agent.state_dict())
+
+
+def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp_path: Path) -> None:
+    learner = make_learner()
+    learner.save(tmp_path / "agent")
+    learner.learn(72)
+    learner.save(tmp_path / "agent")
+    assert DistributionalPPO.load(tmp_path / "agent").num_timesteps == 72
+    (tmp_path / "agent" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds other files \(notes.txt\); choose one of its own"):
+        learner.save(tmp_path / "agent")
+    assert (tmp_path / "agent" / "notes.txt").read_text() == "mine"
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="there is something else of this name"):
+        learner.save(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        learner.save(tmp_path / "file" / "agent")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent", "file"]
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(make_learner: Any, tmp_path: Path) -> None:
+    learner = make_learner()
+    learner.save(tmp_path / "good")
+    name, parameter = next(iter(learner.agent.named_parameters()))
+    parameter.data.view(-1)[0] = torch.nan
+    with pytest.raises(CheckpointError, match=f"1 of {parameter.numel()} numbers in weights/{name} are not finite"):
+        learner.save(tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+    reseal(tmp_path / "good", lambda _, parts: parts["weights"].update({name: parameter.detach()}))
+    with pytest.raises(CheckpointError, match=f"good: 1 of {parameter.numel()} numbers in weights/{name} are not"):
+        DistributionalPPO.load(tmp_path / "good")
 
 
 @pytest.fixture
@@ -118,54 +214,71 @@ def saved(make_learner: Any, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def truncate(folder: Path) -> None:
-    whole = (folder / "weights.safetensors").read_bytes()
-    (folder / "weights.safetensors").write_bytes(whole[: len(whole) // 2])
+def reseal(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
+    """What a stranger could do: change the content and seal it again, every hash in order."""
+    about, parts = read_sealed(folder, PARTS)
+    change(about, parts)
+    write_sealed(folder, parts, about)
 
 
-def edit(**changes: Any) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        description = json.loads((folder / "agent.json").read_text()) | changes
-        (folder / "agent.json").write_text(json.dumps({k: v for k, v in description.items() if v != "gone"}))
+def set_config(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    def change(about: dict[str, Any], _: dict[str, Any]) -> None:
+        place = about["config"]
+        *path, last = name.split(".")
+        for part in path:
+            place = place[part]
+        place[last] = value
 
-    return apply
+    return change
 
 
-def edit_config(name: str, value: Any) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        description = json.loads((folder / "agent.json").read_text())
-        description["config"][name] = value
-        (folder / "agent.json").write_text(json.dumps(description))
+def set_state(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    def change(_: dict[str, Any], parts: dict[str, Any]) -> None:
+        place = parts["state"]
+        *path, last = name.split("/")
+        for part in path:
+            place = place[part]
+        place[last] = value
 
-    return apply
+    return change
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("change", "message"),
     [
-        (lambda folder: (folder / "weights.safetensors").unlink(), "weights.safetensors is missing"),
-        (lambda folder: (folder / "agent.json").unlink(), "agent.json is missing"),
-        (lambda folder: (folder / "agent.json").write_text('{"format": 1,'), "not readable as JSON"),
-        (lambda folder: (folder / "agent.json").write_text("[1]"), "format None; this version reads 1"),
-        (lambda folder: (folder / "agent.json").write_bytes(b"\x80\x04\x95"), "not readable as JSON"),
-        (lambda folder: (folder / "weights.safetensors").write_bytes(b"PK\x03\x04" * 8), "not readable as safetensors"),
-        (truncate, "not readable as safetensors"),
-        (edit(format=99), "format 99; this version reads 1"),
-        (edit(config="gone"), "not the description of an agent: KeyError.*config"),
-        (edit(learner={"num_timesteps": 3}), "not the description of an agent"),
-        (edit(observation_size=5), "the weights do not fit the agent described beside them"),
-        (edit_config("gama", 0.9), "not the description of an agent.*gama"),
-        (edit_config("gamma", 7.0), "ppo.gamma: 7 is out of range"),
+        (lambda about, _: about.pop("config"), "not the description of an agent: KeyError.*config"),
+        (lambda about, _: about.update(config=[]), "not the description of an agent"),
+        (lambda about, _: about.update(observation_size="many"), "not the description of an agent"),
+        (lambda about, _: about.update(observation_size=5), r"weights/.* has shape \(7, 3\) .* needs \(7, 5\)"),
+        (lambda about, _: about.update(observation_size=10**15), "describes a layer of 1,000,000,000,000,000 units"),
+        (lambda about, _: about.update(action_space={"sizes": [2, 2]}), "weights/.*this agent"),
+        (set_config("gama", 0.9), "not the description of an agent.*gama"),
+        (set_config("gamma", 7.0), "ppo.gamma: 7 is out of range"),
+        (set_config("network.hidden", [10**12, 10**12]), "describes a layer of 1,000,000,000,000 units"),
+        (set_config("network.hidden", [4000, 4000]), "weights/.* is missing"),
+        (set_config("network.lstm_layers", 10**9), "lstm_layers|layer"),
+        (lambda _, parts: parts["weights"].popitem(), "weights/.* is missing"),
+        (lambda _, parts: parts["weights"].update(extra=torch.zeros(1)), "weights/extra is unknown to this agent"),
+        (lambda _, parts: parts["state"].pop("returns"), "state/returns is missing"),
+        (lambda _, parts: parts["state"].update(returns=3), "state/returns is not a group of values"),
+        (set_state("returns/mean", 3.0), "state/returns/mean is not a tensor"),
+        (set_state("returns/mean", torch.zeros(2, dtype=torch.float64)), r"returns/mean has shape \(2,\) of float64"),
+        (set_state("learner/iteration", "many"), "state/learner/iteration is 'many'; int is needed"),
+        (set_state("learner/__class__", "x"), "state/learner/__class__ is unknown to this agent"),
+        (set_state("learner/entropy/history", ["x"]), "state/learner/entropy/history is"),
+        (set_state("optimizer/moments/nothing", {"exp_avg": torch.zeros(1)}), "moments of nothing"),
+        (set_state("generator/state", torch.zeros(5056, dtype=torch.uint8)), "does not fit this agent"),
     ],
 )
-def test_a_damaged_agent_is_a_clear_error(saved: Path, damage: Callable[[Path], Any], message: str) -> None:
-    damage(saved)
+def test_a_forged_agent_is_a_clear_error(saved: Path, change: Callable[..., Any], message: str) -> None:
+    """Every hash is right, and still nothing is allocated, set or executed that this agent would not have itself."""
+    reseal(saved, change)
     with pytest.raises(TailguardError, match=message):
         DistributionalPPO.load(saved)
 
 
 def test_a_folder_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(TailguardError, match=r"nowhere: no agent here: agent\.json is missing"):
+    with pytest.raises(TailguardError, match="nowhere: no agent here: there is no such folder"):
         DistributionalPPO.load(tmp_path / "nowhere")
 
 

@@ -1,106 +1,226 @@
-"""Agents on disk: safetensors and JSON, so that reading one can never run code."""
+"""Agents on disk: captured whole, restored exactly or with fresh episodes, and checked before a number is used."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tailguard._version import __version__
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.algorithm.schedules import EntropyState
+from tailguard.algorithm.rollout import Carry
+from tailguard.algorithm.state import LearnerState
 from tailguard.algorithm.update import LossTerm
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 from tailguard.envs.spec import TradingSpec
-from tailguard.errors import TailguardError
+from tailguard.errors import CheckpointError, TailguardError
+from tailguard.models.agent import ActorCritic
+from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
-WEIGHTS = "weights.safetensors"
-DESCRIPTION = "agent.json"
-FORMAT = 1
+PARTS = ("weights", "state")
+"""Files of a saved agent: what it is, and what it needs to go on learning."""
+EPISODES = ("episodes", "env")
+"""Parts of the state that belong to the running episodes."""
+STREAMS = ("generator", "prediction_generator")
 
 
 def save_agent(agent: DistributionalPPO, folder: Path) -> None:
-    """Weights, statistics, optimiser moments and the random stream as tensors; everything else as JSON.
-
-    The environment and its running episodes are not part of it: a loaded agent goes on with fresh ones.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"agent/{name}": value for name, value in agent.agent.state_dict().items()}
-    tensors |= {f"observations/{name}": value for name, value in agent.observation_moments.state_dict().items()}
-    tensors |= {f"returns/{name}": value for name, value in agent.return_moments.state_dict().items()}
-    tensors["generator"] = agent.generator.get_state()
-    for name, parameter in agent.agent.named_parameters():
-        moments = agent.optimizer.state.get(parameter, {})
-        tensors |= {f"optimizer/{name}/{key}": value for key, value in moments.items()}
-    save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / WEIGHTS)
-    state = agent.state
-    description = {
-        "format": FORMAT,
-        "tailguard": __version__,
-        "config": dataclasses.asdict(agent.config),
-        "seed": agent.seed,
-        "device": agent.device.type,
-        "learner": {
-            "num_timesteps": state.num_timesteps,
-            "iteration": state.iteration,
-            "kl_coef": state.kl_coef,
-            "entropy": state.entropy.to_dict(),
-            "skipped": state.skipped,
-            "degenerate": state.degenerate,
-        },
-        "observation_size": agent.env.observation_size,
-        "action_space": _describe_space(agent.env.action_space),
-        "plain_rows": _reads_plain_rows(agent),
-        "spec": None if agent.spec is None else agent.spec.to_dict(),
-    }
-    (folder / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+    """Write the agent to a folder of its own; an agent that is there already is replaced."""
+    try:
+        write_sealed(folder, capture(agent), describe(agent))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
 def load_agent(
     folder: Path, env: Any, device: torch.device | str | None, extensions: Sequence[LossTerm]
 ) -> DistributionalPPO:
-    """Build the agent that the folder describes and fill in its tensors."""
-    description, tensors = _read(folder)
+    """Build the agent that the folder describes and fill it; it goes on with fresh episodes."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no agent here: there is no such folder")
+    about, parts = read_sealed(folder, PARTS)
     try:
-        config = PPOConfig.from_dict(description["config"])
-        space = _read_space(description["action_space"])
-        spec = None if description["spec"] is None else TradingSpec.from_dict(description["spec"])
-        inputs = FlatInputs(description["observation_size"], space, spec)
-        if env is None and not description["plain_rows"]:
+        config = PPOConfig.from_dict(about["config"])
+        space = _read_space(about["action_space"])
+        spec = None if about["spec"] is None else TradingSpec.from_dict(about["spec"])
+        inputs = FlatInputs(about["observation_size"], space, spec)
+        if env is None and not about["plain_rows"]:
             raise TailguardError(
                 f"{folder}: the agent's observations or actions are not plain rows of numbers, and only its "
                 "environment can translate them; give load(..., env=…)"
             )
+        _check_outline(f"{folder}", inputs, config, parts["weights"])
         stand_in = _NoEnv(inputs, torch.device(device or "cpu"))
         agent = DistributionalPPO(
-            stand_in if env is None else env, config, seed=description["seed"], device=device, extensions=extensions
+            stand_in if env is None else env, config, seed=about["seed"], device=device, extensions=extensions
         )
-        if env is None:
-            agent.inputs = inputs
-        else:
-            _check_env(folder, description, spec, agent)
-        _fill(agent, description, tensors, folder)
-    except (KeyError, TypeError) as error:
-        raise TailguardError(f"{folder / DESCRIPTION}: not the description of an agent: {error!r}") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: not the description of an agent: {error!r}") from error
+    if env is None:
+        agent.inputs = inputs
+    else:
+        _check_env(folder, about, spec, agent)
+    restore(agent, parts, str(folder), episodes=False)
     return agent
 
 
-def _check_env(folder: Path, description: dict[str, Any], spec: TradingSpec | None, agent: DistributionalPPO) -> None:
+def capture(agent: DistributionalPPO) -> dict[str, State]:
+    """Everything that decides how the agent goes on: weights, and the state of all that remembers, episodes included.
+
+    Weights that are not finite are refused: nobody could go on from them.
+    """
+    parts = agent.parts()
+    weights = parts.pop("agent").state_dict()
+    state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
+    if agent.state.carry is not None:
+        state["env"] = agent.env.state_dict()
+    _check_finite("this agent", {"weights": weights, "optimizer": state["optimizer"]})
+    return {"weights": weights, "state": state}
+
+
+def describe(agent: DistributionalPPO) -> dict[str, Any]:
+    """What is needed to build the agent before it is filled, as JSON."""
+    return {
+        "tailguard": __version__,
+        "config": dataclasses.asdict(agent.config),
+        "seed": agent.seed,
+        "step": agent.num_timesteps,
+        "observation_size": agent.env.observation_size,
+        "action_space": _describe_space(agent.env.action_space),
+        "plain_rows": _reads_plain_rows(agent),
+        "spec": None if agent.spec is None else agent.spec.to_dict(),
+    }
+
+
+def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *, episodes: bool) -> None:
+    """Put what `capture` gave into an agent built with the same settings.
+
+    `where`: the folder it comes from, for messages.
+    `episodes`: also return to the running episodes, so that the agent goes on exactly as the captured one did; its
+    environment must be of the same kind, on the same data. Otherwise it begins fresh ones.
+    """
+    targets = agent.parts()
+    weights, state = parts["weights"], dict(parts["state"])
+    _check_fits(weights, targets.pop("agent").state_dict(), "weights", where)
+    if not episodes:
+        state = {name: part for name, part in state.items() if name not in EPISODES}
+        state["learner"] = {name: value for name, value in state.get("learner", {}).items() if name != "carry"}
+        targets.pop("episodes")
+    expected = {name: target.state_dict() for name, target in targets.items()}
+    if episodes and "carry" in state.get("learner", {}):
+        agent.env.reset(agent.seed)  # before that, an environment has no state to compare with
+        expected |= {"learner": _with_episodes(agent), "env": agent.env.state_dict()}
+    if not episodes and state.get("generator", {}).get("device") != agent.device.type:
+        # A random stream has a form of its own on every kind of device; elsewhere the learner begins others.
+        expected |= {name: state.get(name, {}) for name in STREAMS}
+        expected["optimizer"] = {"moments": {}, "generators": {}}
+    _check_fits(state, expected, "state", where)
+    _check_finite(where, {"weights": weights, "optimizer": state["optimizer"]})
+    try:
+        agent.agent.load_state_dict(weights)
+        for name, target in targets.items():
+            target.load_state_dict(_on_device(state[name], agent.device) if name == "learner" else state[name])
+        if "env" in expected:
+            agent.env.load_state_dict(state["env"])
+    except TailguardError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        raise CheckpointError(f"{where}: the saved state does not fit this agent: {error!r}") from error
+
+
+# --- what must hold before anything is used -------------------------------------------------------------------------
+
+
+def _check_outline(where: str, inputs: FlatInputs, config: PPOConfig, weights: State) -> None:
+    """Compare the saved weights with the described network before it is built: a description may claim any size."""
+    stored = sum(value.numel() for _, value in flat_tensors(weights))
+    network = config.network
+    largest = max(inputs.observation_size, *network.hidden, network.lstm_size, network.quantiles, network.atoms)
+    if max(largest, network.lstm_layers) > 4096 + stored:
+        raise CheckpointError(f"{where}: describes a layer of {largest:,} units, and has {stored:,} weights in all")
+    try:
+        with torch.device("meta"):  # shapes without memory
+            outline = ActorCritic(inputs.observation_size, inputs.action_space, network)
+    except RuntimeError as error:
+        raise CheckpointError(f"{where}: describes a network that cannot be built: {error}") from error
+    _check_fits(weights, outline.state_dict(), "weights", where)
+
+
+def _check_fits(saved: Any, mine: Any, path: str, where: str) -> None:
+    """Raise unless the saved value has the form of this agent's own: names, types, shapes."""
+    if isinstance(mine, Tensor):
+        if not isinstance(saved, Tensor):
+            raise CheckpointError(f"{where}: {path} is not a tensor")
+        if saved.shape != mine.shape or saved.dtype != mine.dtype:
+            raise CheckpointError(
+                f"{where}: {path} has shape {tuple(saved.shape)} of {_name(saved.dtype)}; "
+                f"this agent needs {tuple(mine.shape)} of {_name(mine.dtype)}"
+            )
+    elif isinstance(mine, Mapping):
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(f"{where}: {path} is not a group of values")
+        if not mine and all(map(_is_plain, saved.values())):
+            return  # it fills while the agent learns; a fresh agent cannot tell with what
+        for name in sorted(mine.keys() ^ saved.keys()):
+            what = "is missing" if name in mine else "is unknown to this agent"
+            raise CheckpointError(f"{where}: {path}/{name} {what}")
+        for name, value in mine.items():
+            _check_fits(saved[name], value, f"{path}/{name}", where)
+    elif not _is_like(saved, mine):
+        raise CheckpointError(f"{where}: {path} is {str(saved)[:80]!r}; {type(mine).__name__} is needed")
+
+
+def _is_like(saved: Any, mine: Any) -> bool:
+    if isinstance(mine, bool) or isinstance(saved, bool):
+        return type(saved) is type(mine)
+    if isinstance(mine, float):
+        return isinstance(saved, int | float)
+    if isinstance(mine, list):
+        return isinstance(saved, list) and _is_plain(saved)
+    return mine is None or isinstance(saved, type(mine))
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers and tensors, or lists and dicts of them."""
+    if isinstance(value, Mapping | list):
+        return all(map(_is_plain, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, int | float | Tensor)
+
+
+def _check_finite(where: str, state: State) -> None:
+    for name, value in flat_tensors(state):
+        if not bool(value.isfinite().all()):
+            count = int((~value.isfinite()).sum())
+            raise CheckpointError(f"{where}: {count} of {value.numel()} numbers in {name} are not finite")
+
+
+def _with_episodes(agent: DistributionalPPO) -> dict[str, Any]:
+    """The learner's state as it looks once episodes are running."""
+    count = agent.env.num_envs
+    obs = torch.zeros(count, agent.env.observation_size)
+    carry = Carry(obs, torch.zeros(count, dtype=torch.bool), agent.agent.initial_state(count))
+    return LearnerState(carry=carry).state_dict()
+
+
+def _on_device(state: Any, device: torch.device) -> Any:
+    if isinstance(state, Mapping):
+        return {name: _on_device(value, device) for name, value in state.items()}
+    return state.to(device) if isinstance(state, Tensor) else state
+
+
+def _check_env(folder: Path, about: State, spec: TradingSpec | None, agent: DistributionalPPO) -> None:
     """Refuse an environment that asks for other actions, or shows other numbers, than the agent has learned with."""
     size, space = agent.env.observation_size, _describe_space(agent.env.action_space)
-    if (size, space) != (description["observation_size"], description["action_space"]):
+    if (size, space) != (about["observation_size"], about["action_space"]):
         raise TailguardError(
-            f"{folder}: the agent reads {description['observation_size']} numbers and acts in "
-            f"{description['action_space']}; this environment has {size} and {space}"
+            f"{folder}: the agent reads {about['observation_size']} numbers and acts in "
+            f"{about['action_space']}; this environment has {size} and {space}"
         )
     if spec is not None and agent.spec is not None and spec.scaler.digest() != agent.spec.scaler.digest():
         known, shown = spec.scaler.names, agent.spec.scaler.names
@@ -109,6 +229,9 @@ def _check_env(folder: Path, description: dict[str, Any], spec: TradingSpec | No
             f"{folder}: the agent has learned with {', '.join(known)}; this environment shows {what}. Make it with the "
             "agent's own scaler: TradingEnv(bars, scaler=DistributionalPPO.load(path).spec.scaler)"
         )
+
+
+# --- description ----------------------------------------------------------------------------------------------------
 
 
 def _reads_plain_rows(agent: DistributionalPPO) -> bool:
@@ -123,46 +246,6 @@ def _reads_plain_rows(agent: DistributionalPPO) -> bool:
     return rows == (env.observation_size,) and counted_from_zero and env.actions.shape == shape
 
 
-def _fill(agent: DistributionalPPO, description: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-    try:
-        agent.agent.load_state_dict(part("agent/"))
-        agent.observation_moments.load_state_dict(part("observations/"))
-        agent.return_moments.load_state_dict(part("returns/"))
-        # A generator's state has a form of its own on every kind of device; elsewhere the stream starts anew.
-        if description["device"] == agent.device.type:
-            agent.generator.set_state(tensors["generator"])
-    except (RuntimeError, KeyError) as error:
-        raise TailguardError(
-            f"{folder / WEIGHTS}: the weights do not fit the agent described beside them: {error}"
-        ) from error
-    for name, parameter in agent.agent.named_parameters():
-        moments = part(f"optimizer/{name}/")
-        if moments:
-            agent.optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in moments.items()}
-    learner = dict(description["learner"])
-    agent.state = dataclasses.replace(agent.state, entropy=EntropyState.from_dict(learner.pop("entropy")), **learner)
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    for name in (DESCRIPTION, WEIGHTS):
-        if not (folder / name).is_file():
-            raise TailguardError(f"{folder}: no agent here: {name} is missing")
-    try:
-        description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        tensors = load_file(folder / WEIGHTS)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise TailguardError(f"{folder / DESCRIPTION}: not readable as JSON: {error}") from error
-    except SafetensorError as error:
-        raise TailguardError(f"{folder / WEIGHTS}: not readable as safetensors: {error}") from error
-    found = description.get("format") if isinstance(description, dict) else None
-    if found != FORMAT:
-        raise TailguardError(f"{folder / DESCRIPTION}: format {found!r}; this version reads {FORMAT}")
-    return description, tensors
-
-
 def _describe_space(space: ActionSpace) -> dict[str, Any]:
     if isinstance(space, Discrete):
         return {"sizes": list(space.sizes)}
@@ -173,6 +256,10 @@ def _read_space(description: dict[str, Any]) -> ActionSpace:
     if "sizes" in description:
         return Discrete(tuple(description["sizes"]))
     return Box(torch.tensor(description["low"]), torch.tensor(description["high"]))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _NoEnv:

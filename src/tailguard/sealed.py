@@ -1,0 +1,282 @@
+"""Sealed folders: tensors and plain values that are whole or not there, and that no reader can be made to execute.
+
+A sealed folder holds one safetensors file for each part and `manifest.json`, which names the size and the SHA-256 of
+every file and carries a SHA-256 of its own. It is written beside its place, brought to the disk, read back, and only
+then renamed: whoever looks meets the old folder, the new one, or none, but never half of one.
+
+A part is a nested dict of tensors, numbers, text, booleans, None and lists. Its tensors are named by their path
+(`optimizer/moments/…`); everything else is one JSON text in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from tailguard.errors import CheckpointError
+
+FORMAT = 1
+"""Version of the layout; a reader refuses every other one."""
+MANIFEST = "manifest.json"
+VALUES = "values"
+"""Metadata key of everything in a part that is not a tensor."""
+LARGEST_MANIFEST = 16 * 2**20
+LARGEST_FILE = 8 * 2**30
+"""Files beyond these sizes are refused before a byte of them is read."""
+
+State = Mapping[str, Any]
+
+
+def write_sealed(folder: Path, parts: Mapping[str, State], about: Mapping[str, Any]) -> None:
+    """Put `parts` and the description `about` (JSON) into `folder`; one that is sealed already is replaced.
+
+    Raises OSError when the disk does not take it; what was there before is then still there.
+    """
+    files = {file_name(name): _encode(part) for name, part in parts.items()}
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "files": {name: {"bytes": len(data), "sha256": _digest(data)} for name, data in files.items()},
+        "about": dict(about),
+    }
+    manifest["sha256"] = _digest(_canonical(manifest))
+    files[MANIFEST] = (json.dumps(manifest, indent=2) + "\n").encode()
+    _check_replaceable(folder, files)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The process id keeps two writers apart; a leftover of a killed one is never read.
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(partial)
+        partial.mkdir()
+        for name, data in files.items():
+            write_synced(partial / name, data)
+        sync_folder(partial)
+        verify_sealed(partial, parts)
+        _move(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_sealed(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The description and the parts by name; raises `CheckpointError` naming whatever is wrong with the folder."""
+    manifest = _read_manifest(folder, names)
+    parts = {}
+    for name in names:
+        path = folder / file_name(name)
+        parts[name] = _decode(path, _read_checked(path, manifest["files"][path.name]))
+    return manifest["about"], parts
+
+
+def read_about(folder: Path, names: Collection[str]) -> dict[str, Any]:
+    """The description alone; the parts are not looked at."""
+    about: dict[str, Any] = _read_manifest(folder, names)["about"]
+    return about
+
+
+def verify_sealed(folder: Path, names: Collection[str]) -> None:
+    """Raise `CheckpointError` unless every file is there, byte for byte as it was written."""
+    manifest = _read_manifest(folder, names)
+    for name in names:
+        path = folder / file_name(name)
+        _read_checked(path, manifest["files"][path.name])
+
+
+def file_name(part: str) -> str:
+    return f"{part}.safetensors"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def read_regular(path: Path, largest: int) -> bytes:
+    """The bytes of a plain file; links, pipes and devices are refused, and sizes beyond `largest`."""
+    try:
+        # A pipe would block the opening, and a link could point anywhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from error
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a symbolic link; links are not followed") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path}: not a plain file")
+        if found.st_size > largest:
+            raise CheckpointError(f"{path}: {found.st_size:,} bytes; at most {largest:,} are read")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(largest + 1)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Write a file that is the old one or the new one, whenever it is read."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.unlink(missing_ok=True)
+        write_synced(partial, data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the folder's names to the disk: a renamed file is safe only after this."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Refuse a place that holds anything but an earlier sealed folder: replacing it would delete what is there."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CheckpointError(f"{folder}: there is something else of this name; choose another")
+    others = sorted({path.name for path in folder.iterdir()} - set(files)) if folder.exists() else []
+    if others:
+        raise CheckpointError(
+            f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose one of its own"
+        )
+
+
+def _move(partial: Path, folder: Path) -> None:
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    # A folder cannot be renamed onto one that holds files.
+    occupied = folder.exists() and any(folder.iterdir())
+    if occupied:
+        os.rename(folder, aside)
+    try:
+        os.rename(partial, folder)
+    except OSError:
+        if occupied:
+            os.rename(aside, folder)
+        raise
+    sync_folder(folder.parent)
+    if occupied:
+        shutil.rmtree(aside)
+
+
+# --- contents -------------------------------------------------------------------------------------------------------
+
+
+def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
+    path = folder / MANIFEST
+    manifest: dict[str, Any] = parse_json(path, read_regular(path, LARGEST_MANIFEST))
+    found = manifest.get("format") if isinstance(manifest, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{path}: format {found!r}; this version of Tailguard reads format {FORMAT}")
+    stated = manifest.pop("sha256", None)
+    if stated != _digest(_canonical(manifest)):
+        raise CheckpointError(f"{path}: its content does not match its own SHA-256; the file has been changed")
+    expected = {file_name(name) for name in names}
+    files = manifest.get("files")
+    if not isinstance(files, dict) or set(files) != expected:
+        shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
+        raise CheckpointError(f"{path}: names the files {shown}; there must be {', '.join(sorted(expected))}")
+    well_formed = all(isinstance(entry, dict) and set(entry) == {"bytes", "sha256"} for entry in files.values())
+    if not well_formed or not isinstance(manifest.get("about"), dict):
+        raise CheckpointError(f"{path}: not a manifest that Tailguard has written")
+    return manifest
+
+
+def _read_checked(path: Path, entry: Mapping[str, Any]) -> bytes:
+    """The file's bytes, once they are known to be those that were written; hashed and used from one reading."""
+    data = read_regular(path, LARGEST_FILE)
+    if len(data) != entry["bytes"]:
+        raise CheckpointError(f"{path}: {len(data):,} bytes long; {entry['bytes']:,} were written")
+    if _digest(data) != entry["sha256"]:
+        raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; a byte has changed since it was written")
+    return data
+
+
+def _encode(part: State) -> bytes:
+    tensors: dict[str, Tensor] = {}
+    values = _split(part, (), tensors)
+    # Copies, since safetensors refuses tensors that share memory, as the equities of a fresh account do.
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return bytes(save_tensors(copies, metadata={VALUES: json.dumps(values)}))
+
+
+def _split(part: State, path: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Collect the tensors by path; returns the rest, with every dict of the original in it, empty ones too."""
+    values: dict[str, Any] = {}
+    for name, value in part.items():
+        here = (*path, name)
+        if isinstance(value, Tensor):
+            if any("/" in folder for folder in here):
+                raise ValueError(f"tensor {here}: the path of a tensor cannot be told if a name in it has a '/'")
+            tensors["/".join(here)] = value
+        elif isinstance(value, Mapping):
+            values[name] = _split(value, here, tensors)
+        else:
+            values[name] = value
+    return values
+
+
+def _decode(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        tensors = load_tensors(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path}: not readable as safetensors: {error}") from error
+    header = parse_json(path, data[8 : 8 + int.from_bytes(data[:8], "little")])
+    part = parse_json(path, header.get("__metadata__", {}).get(VALUES, "null").encode())
+    if not isinstance(part, dict):
+        raise CheckpointError(f"{path}: safetensors, but not a part that Tailguard has written")
+    for name, tensor in tensors.items():
+        *folders, last = name.split("/")
+        place: Any = part
+        for folder in folders:
+            place = place.get(folder) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or last in place:
+            raise CheckpointError(f"{path}: the tensor {name} has no place in the state beside it")
+        place[last] = tensor
+    return part
+
+
+def parse_json(path: Path, data: bytes) -> Any:
+    """JSON, or a `CheckpointError` that names the file; what is nested too deeply is refused too."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+
+
+def flat_tensors(part: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a nested state with its path."""
+    for name, value in part.items():
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, Mapping):
+            yield from flat_tensors(value, f"{prefix}{name}/")
+
+
+def _canonical(manifest: Mapping[str, Any]) -> bytes:
+    return json.dumps(manifest, sort_keys=True).encode()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
