@@ -19,8 +19,9 @@ from tailguard.monitor.progress import Progress, describe
         ({"rollout/ep_rew_mean": 203.457}, "reward 203.5"),
         ({"rollout/ep_rew_mean": 0.01, "rollout/ep_pnl_mean": 0.0052}, "P&L +0.52 %/episode"),
         ({"rollout/ep_rew_mean": math.nan, "time/fps": math.nan}, ""),
-        ({"warn/skipped_nonfinite": 2, "warn/constant_advantages": 1}, "3 warnings"),
-        ({"warn/skipped_nonfinite": 0}, ""),
+        ({"warn/skipped_nonfinite": 2, "warn/constant_advantages": 1}, "3 alarms"),
+        ({"warn/skipped_nonfinite": 0}, "0 alarms"),
+        ({"warn/skipped_nonfinite": 1}, "1 alarm"),
     ],
 )
 def test_figures_in_words(metrics: dict[str, float], words: str) -> None:

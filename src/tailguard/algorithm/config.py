@@ -94,6 +94,8 @@ class PPOConfig:
     """Bound of scaled observations, in standard deviations; without scaling there is no bound."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    monitor: bool = True
+    """Compute the figures of health (gradients, memories, distribution, trading) and raise alarms."""
     upgd: UPGDConfig = field(default_factory=UPGDConfig)
     """Gates and perturbations of the upgd optimisers."""
     vgs: VGSConfig = field(default_factory=VGSConfig)

@@ -27,6 +27,8 @@ from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch, minib
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.models.agent import ActorCritic
 from tailguard.monitor.episodes import EpisodeTracker
+from tailguard.monitor.health import Alarm, HealthMonitor
+from tailguard.monitor.metrics import GradientNorms, Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
 from tailguard.returns import RunningMoments, normalise_advantages
 from tailguard.validate import check_count
@@ -34,6 +36,9 @@ from tailguard.validate import check_count
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
     from tailguard.envs.spec import TradingSpec
+
+GROUPS = "groups"
+"""Key under which the norms of all parts' gradients travel together, until they are named."""
 
 
 class DistributionalPPO:
@@ -77,7 +82,13 @@ class DistributionalPPO:
         self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
         self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.learning_rate, seed)
         self.scaler = make_scaler(self.optimizer, self.config)
+        self.gradient_norms = GradientNorms(self.agent)
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
+        self.health = HealthMonitor()
+        self.alarms: list[Alarm] = []
+        """What has gone wrong in this process, each kind once."""
+        self.snapshot: Snapshot | None = None
+        """What the last iteration's figures were made of, for callbacks that show more."""
         self.state = LearnerState(kl_coef=self.config.kl_penalty)
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
@@ -100,6 +111,7 @@ class DistributionalPPO:
             "observations": self.observation_moments,
             "returns": self.return_moments,
             "episodes": self.episodes,
+            "health": self.health,
             "learner": self.state,
             "generator": GeneratorState(self.generator),
             "prediction_generator": GeneratorState(self.prediction_generator),
@@ -140,6 +152,7 @@ class DistributionalPPO:
             while self.state.num_timesteps < goal:
                 self.state.progress = (self.state.num_timesteps - begun) / total_timesteps
                 listener.on_rollout_start()
+                said = len(self.alarms)
                 self.metrics = self.iterate()
                 elapsed = time.perf_counter() - clock
                 self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
@@ -147,7 +160,12 @@ class DistributionalPPO:
                 listener.on_rollout_end()
                 if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
                     bar.show(self.state.num_timesteps - begun, self.metrics)
-                if not listener.on_step():
+                goes_on = listener.on_step()
+                # Evaluations run in callbacks, and their figures join the iteration's only then.
+                self.alarms += self.health.evaluated(self.metrics, self.state.num_timesteps)
+                for alarm in self.alarms[said:]:
+                    bar.say(str(alarm))
+                if not goes_on:
                     break
         listener.on_training_end()
         return self
@@ -175,7 +193,8 @@ class DistributionalPPO:
         state.num_timesteps += config.n_steps * self.env.num_envs
         state.iteration += 1
         self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
-        return self._report(rollout, estimates, figures)
+        self.snapshot = Snapshot(self.agent, rollout, estimates, state.carry.state)
+        return self._report(self.snapshot, figures)
 
     def _begin(self) -> Carry:
         """Fresh episodes and empty memories."""
@@ -214,7 +233,6 @@ class DistributionalPPO:
         advantages, degenerate = normalise_advantages(
             estimates.advantages, rollout.valid, self.config.normalise_advantages
         )
-        self.state.degenerate += int(degenerate.sum())
         moments = self.return_moments
         change = moments.update(estimates.value_targets, rollout.valid)
         relaid = move_return_scale(self.agent, self.optimizer, change, self.scaler)
@@ -228,9 +246,8 @@ class DistributionalPPO:
             "critic/return_mean": moments.mean.clone(),
             "critic/return_std": moments.std.clone(),
             "critic/return_std_drift": change.std_ratio,
-            "critic/twin_pessimism": estimates.pessimism[rollout.valid].mean(),
             "critic/supports_relaid": torch.tensor(float(relaid)),
-            "train/advantage_std": estimates.advantages[rollout.valid].std(),
+            "train/constant_advantages": degenerate.sum(),
         }
         return (batch if self.agent.remembers else batch.rows_as_sequences()), figures
 
@@ -259,7 +276,9 @@ class DistributionalPPO:
             if bool(stop.stopped):
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        means = {name: torch.stack([figures[name] for figures in seen]).mean() for name in (seen or [{}])[0]}
+        means = {name: torch.stack([figures[name] for figures in seen]).mean(0) for name in (seen or [{}])[0]}
+        if GROUPS in means:
+            means |= self.gradient_norms.named(means.pop(GROUPS))
         if config.kl_penalty > 0 and config.target_kl is not None and seen:
             # Measured after the last step: before it, a single minibatch an iteration would always show 0.
             reached = self._policy_kl(batch.select(last), inner_resets)
@@ -302,15 +321,17 @@ class DistributionalPPO:
             for name, value in found.figures.items():
                 figures[name] = figures[name] + value if name in figures else value
             figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
-        parameters = [parameter for parameter in self.agent.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        norm, groups = self.gradient_norms()
         if not check_gradient(norm, self):
             return None
         if self.scaler is not None:
             self.scaler.update_statistics()
         if config.max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(parameters, config.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.agent.parameters(), config.max_grad_norm, norm)
         figures["train/grad_norm"] = norm
+        figures["train/grad_norm_clipped"] = norm.clamp(max=config.max_grad_norm) if config.max_grad_norm > 0 else norm
+        if config.monitor:
+            figures[GROUPS] = groups
         return figures
 
     def _step(self) -> None:
@@ -319,26 +340,25 @@ class DistributionalPPO:
         else:
             self.scaler.optimizer_step()
 
-    def _report(self, rollout: Rollout, estimates: Estimates, figures: dict[str, Tensor]) -> dict[str, float]:
+    def _report(self, snapshot: Snapshot, figures: dict[str, Tensor]) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
-        valid = rollout.valid
-        targets, values = estimates.value_targets[valid], estimates.values[valid]
-        figures["train/explained_variance"] = 1 - (targets - values).var() / targets.var().clamp(min=1e-30)
-        figures["train/entropy"] = self.agent.action_head.entropy(rollout.parameters)[valid].mean().detach()
-        for name in ("turnover", "fee", "spread", "impact", "funding", "borrow", "liquidation", "unfilled"):
-            if name in rollout.outcome:
-                figures[f"data/{name}"] = rollout.outcome[name].float().mean()
+        state = self.state
+        figures |= iteration_figures(snapshot, detailed=self.config.monitor)
         names = list(figures)
         numbers = torch.stack([figures[name].detach().double().cpu() for name in names]).tolist()
         report = dict(zip(names, numbers, strict=True))
         report["rollout/ep_rew_mean"] = self.episodes.mean("return")
         report["rollout/ep_len_mean"] = self.episodes.mean("length")
-        if "pnl" in rollout.outcome:
+        if "pnl" in snapshot.rollout.outcome:
             report["rollout/ep_pnl_mean"] = self.episodes.mean("pnl")
-        report["warn/skipped_nonfinite"] = self.state.skipped
-        report["warn/constant_advantages"] = self.state.degenerate
-        report["time/iterations"] = self.state.iteration
-        self.state.entropy = self.config.entropy_schedule.update(self.state.entropy, report["rollout/ep_rew_mean"])
+        state.degenerate += int(report.get("train/constant_advantages", 0))
+        if self.config.monitor:
+            self.alarms += self.health.check(report, state.num_timesteps)
+            report |= self.health.figures()
+        report["warn/skipped_nonfinite"] = state.skipped
+        report["warn/constant_advantages"] = state.degenerate
+        report["time/iterations"] = state.iteration
+        state.entropy = self.config.entropy_schedule.update(state.entropy, report["rollout/ep_rew_mean"])
         return report
 
     # --- acting -------------------------------------------------------------------------------------------------

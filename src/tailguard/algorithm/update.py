@@ -21,7 +21,7 @@ from tailguard.algorithm.losses import (
 )
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.scale import old_distribution
-from tailguard.algorithm.value_losses import critic_loss
+from tailguard.algorithm.value_losses import CriticLoss, critic_loss
 from tailguard.models.agent import ActorCritic, AgentOutput, AgentState
 from tailguard.returns import RunningMoments
 
@@ -182,7 +182,8 @@ def minibatch_loss(
     guarded = guard_log_ratio(log_ratio, config.log_ratio_limit, weights)
     surrogate = clipped_surrogate(guarded.log_ratio, batch.advantages, hyper.clip_range)
     kl = head.kl(batch.parameters, output.parameters)
-    terms = {"policy": mean(surrogate.loss), **critic_terms(agent, output, batch, config, mean)}
+    losses = critic_losses(agent, output, batch, config)
+    terms = {"policy": mean(surrogate.loss), **critic_terms(losses, config, mean)}
     figures: dict[str, Tensor] = {}
     if config.uses_entropy:
         entropy = head.entropy(output.parameters)
@@ -204,6 +205,12 @@ def minibatch_loss(
         for name, term in terms.items():
             if name != "policy":
                 figures[f"train/{name}_loss"] = term.detach()
+        if config.value_clip != "off":
+            figures |= clip_figures(losses, mean)
+        if extensions:
+            sizes = {name: term.detach().abs() for name, term in terms.items()}
+            whole = torch.stack(list(sizes.values())).sum().clamp(min=1e-30)
+            figures |= {f"train/{extension.name}_share": sizes[extension.name] / whole for extension in extensions}
     total = torch.stack(list(terms.values())).sum()
     counted = torch.where(weights != 0, log_ratio.detach(), 0.0)
     return MinibatchLoss(total, terms, figures, guarded.finite, counted)
@@ -213,29 +220,56 @@ class _Mean(Protocol):
     def __call__(self, values: Tensor) -> Tensor: ...
 
 
-def critic_terms(
-    agent: ActorCritic, output: AgentOutput, batch: Batch, config: PPOConfig, mean: _Mean
-) -> dict[str, Tensor]:
-    """Value and distribution terms: each critic against its own old output, averaged over the critics."""
-    values: list[Tensor] = []
-    distributions: list[Tensor] = []
+@dataclass(frozen=True)
+class CriticLosses:
+    """Per-sample losses of every critic."""
+
+    value: list[CriticLoss]
+    distribution: list[CriticLoss]
+    """Empty for scalar critics."""
+
+
+def critic_losses(agent: ActorCritic, output: AgentOutput, batch: Batch, config: PPOConfig) -> CriticLosses:
+    """Each critic against its own old output."""
+    values: list[CriticLoss] = []
+    distributions: list[CriticLoss] = []
     for critic, found, old_value, old_spread in zip(
         agent.each_critic(), output.critics, batch.old_values, batch.old_distributions, strict=True
     ):
-        scalar = critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip)
-        values.append(mean(scalar.loss))
+        values.append(critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip))
         if critic.distribution is not None and found.distribution is not None:
             assert batch.distribution_targets is not None  # a distributional critic always comes with targets
-            spread = critic_loss(
-                critic.distribution,
-                found.distribution,
-                batch.distribution_targets,
-                old_spread,
-                config.clip,
-                config.huber_kappa,
+            distributions.append(
+                critic_loss(
+                    critic.distribution,
+                    found.distribution,
+                    batch.distribution_targets,
+                    old_spread,
+                    config.clip,
+                    config.huber_kappa,
+                )
             )
-            distributions.append(mean(spread.loss))
-    terms = {"value": config.value_coef * torch.stack(values).mean()}
-    if distributions:
-        terms["distribution"] = config.distribution_coef * torch.stack(distributions).mean()
+    return CriticLosses(values, distributions)
+
+
+def critic_terms(losses: CriticLosses, config: PPOConfig, mean: _Mean) -> dict[str, Tensor]:
+    """Value and distribution terms, averaged over the critics."""
+    terms = {"value": config.value_coef * torch.stack([mean(found.loss) for found in losses.value]).mean()}
+    if losses.distribution:
+        spread = torch.stack([mean(found.loss) for found in losses.distribution]).mean()
+        terms["distribution"] = config.distribution_coef * spread
     return terms
+
+
+def clip_figures(losses: CriticLosses, mean: _Mean) -> dict[str, Tensor]:
+    """How often value clipping acts, and the losses with and without it, averaged over the critics."""
+    figures: dict[str, Tensor] = {}
+    for name, found in (("value", losses.value), ("distribution", losses.distribution)):
+        if found:
+            each = {
+                f"critic/{name}_clip_share": [loss.clipped for loss in found],
+                f"critic/{name}_loss_unclipped": [loss.unclipped_loss for loss in found],
+                f"critic/{name}_loss_clipped": [loss.clipped_loss for loss in found],
+            }
+            figures |= {key: torch.stack([mean(values) for values in parts]).mean() for key, parts in each.items()}
+    return figures

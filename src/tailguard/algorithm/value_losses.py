@@ -47,6 +47,10 @@ class CriticLoss:
     """Per sample, [...]."""
     clipped: Tensor
     """1 where the clip moved the prediction, else 0, [...]; its mean is the clip fraction."""
+    unclipped_loss: Tensor
+    """Of the prediction as it is, without gradient, [...]."""
+    clipped_loss: Tensor
+    """Of the clipped prediction, without gradient, [...]; the same where there is no clip."""
 
 
 def squared_error(values: Tensor, targets: Tensor) -> Tensor:
@@ -199,14 +203,14 @@ def critic_loss(
             return _larger(loss, clipped_loss, probabilities, clipped_output)
     else:
         raise ConfigError(f"no loss for a critic of type {type(critic).__name__}")
-    return CriticLoss(loss, torch.zeros_like(loss))
+    return CriticLoss(loss, torch.zeros_like(loss), loss.detach(), loss.detach())
 
 
 def _larger(loss: Tensor, clipped_loss: Tensor, prediction: Tensor, clipped_prediction: Tensor) -> CriticLoss:
     """Per-sample maximum of both losses, and where the clip moved the prediction by more than rounding."""
     with torch.no_grad():
         moved = (clipped_prediction - prediction).abs().amax(-1) > 1e-5 * (1 + prediction.abs().amax(-1))
-    return CriticLoss(torch.maximum(loss, clipped_loss), moved.to(loss.dtype))
+    return CriticLoss(torch.maximum(loss, clipped_loss), moved.to(loss.dtype), loss.detach(), clipped_loss.detach())
 
 
 def _sd_factor(variance: Tensor, old_variance: Tensor, ratio: float | Tensor) -> Tensor:

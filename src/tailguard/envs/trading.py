@@ -133,6 +133,7 @@ class TradingEnv:
             "unfilled": transition.unfilled,
             "liquidated": transition.liquidated,
             "finite": transition.net.isfinite(),
+            "weights": after.market.weights,
             **transition.costs(),
         }
         reward = task.reward_of(transition, before)

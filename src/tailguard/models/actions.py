@@ -32,6 +32,10 @@ QUADRATURE_RANGE = 5.5
 """Nodes of the squashed entropy's quadrature and their range in standard deviations."""
 
 
+COLLAPSED = 0.01
+"""Share of the range (of the largest entropy, for choices) below which a policy no longer explores."""
+
+
 def gaussian_log_prob(mean: Tensor, log_std: Tensor, value: Tensor) -> Tensor:
     """Log density of N(mean, exp(log_std)²) at `value`, elementwise."""
     return -0.5 * ((value - mean) * torch.exp(-log_std)).square() - log_std - LOG_SQRT_2PI
@@ -113,6 +117,10 @@ class ActionHead(nn.Module, ABC):
     @abstractmethod
     def entropy(self, parameters: Tensor) -> Tensor:
         """Entropy of the action the environment sees, [...]."""
+
+    @abstractmethod
+    def collapse_margin(self, parameters: Tensor) -> Tensor:
+        """How far the choice of raw actions is from being as good as deterministic, [...]; below 0 it is (1 %)."""
 
     @abstractmethod
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
@@ -199,6 +207,12 @@ class GaussianHead(ActionHead):
             return (0.5 + LOG_SQRT_2PI + log_std).sum(-1)
         return (squashed_gaussian_entropy(mean, log_std) + self._log_half_width).sum(-1)
 
+    def collapse_margin(self, parameters: Tensor) -> Tensor:
+        """Log of the standard deviation over 1 % of the range's half, mean over the dimensions. Before squashing: a
+        policy that rests at the end of its range may still explore, and one that rests in the middle may not."""
+        half = torch.ones_like(self.low) if self.squash else self._half_width.nan_to_num(posinf=1.0)
+        return (parameters.chunk(2, dim=-1)[1] - torch.log(COLLAPSED * half)).mean(-1)
+
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Squashing is one-to-one, so the squashed policies are as far apart as the Gaussians under them."""
         return gaussian_kl(*old.chunk(2, dim=-1), *new.chunk(2, dim=-1)).sum(-1)
@@ -271,6 +285,10 @@ class CategoricalHead(ActionHead):
     def entropy(self, parameters: Tensor) -> Tensor:
         log_probabilities = torch.cat(self._log_probabilities(parameters), dim=-1)
         return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+    def collapse_margin(self, parameters: Tensor) -> Tensor:
+        """Entropy above 1 % of that of equal chances."""
+        return self.entropy(parameters) - COLLAPSED * sum(math.log(size) for size in self.sizes)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         log_old = torch.cat(self._log_probabilities(old), dim=-1)

@@ -186,6 +186,16 @@ class ActorCritic(nn.Module):
         assert isinstance(trunk, Trunk)  # ModuleList forgets what it holds
         return trunk
 
+    @property
+    def trunk_names(self) -> tuple[str, ...]:
+        """What to call each trunk in figures and messages."""
+        if len(self.trunks) == 1:
+            return ("shared",)
+        return ("actor", "critic") if len(self.trunks) == 2 else ("actor", "critic_1", "critic_2")
+
+    def each_trunk(self) -> Sequence[Trunk]:
+        return [self._trunk(index) for index in range(len(self.trunks))]
+
     def each_critic(self) -> Sequence[ReturnCritic]:
         return [critic for critic in self.critics if isinstance(critic, ReturnCritic)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import Any, Self
@@ -11,7 +12,7 @@ PLAIN_LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows steps, rate, reward, KL and time left. With `shown` false it does nothing at all."""
+    """Shows steps, rate, reward, KL, alarms and time left. With `shown` false it does nothing at all."""
 
     def __init__(self, total: int, shown: bool = True, label: str = "training") -> None:
         self.total, self.shown, self.label = total, shown, label
@@ -54,6 +55,13 @@ class Progress:
             self.last_line = time.monotonic()
             self.console.print(f"{self.label} {done:,} / {self.total:,} steps  {figures}", soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        """Something that must be read, above the line; in the log of a program that shows no line."""
+        if self.shown:
+            self.console.print(f"! {text}", style="yellow", soft_wrap=True, highlight=False, markup=False)
+        else:
+            logging.getLogger("tailguard").warning("%s", text)
+
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
@@ -74,6 +82,7 @@ def describe(metrics: dict[str, float]) -> str:
     kl = metrics.get("train/approx_kl", math.nan)
     if math.isfinite(kl):
         parts.append(f"KL {kl:.3f}")
-    warnings = sum(value for name, value in metrics.items() if name.startswith("warn/"))
-    parts.append(f"{warnings:.0f} warnings" if warnings else "")
-    return "  ".join(part for part in parts if part)
+    alarms = [value for name, value in metrics.items() if name.startswith("warn/")]
+    if alarms:
+        parts.append(f"{sum(alarms):.0f} alarm{'' if sum(alarms) == 1 else 's'}")
+    return "  ".join(parts)
