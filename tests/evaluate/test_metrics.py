@@ -90,7 +90,7 @@ def test_what_is_not_defined_is_nan() -> None:
 
 @pytest.mark.parametrize(("rho", "factor"), [(0.1, 14.3648), (0.2, 12.9722), (-0.1, 17.5429), (0.0, 15.8745)])
 def test_annualisation_of_an_autoregression_is_los(rho: float, factor: float) -> None:
-    """Lo (2002), table 2: daily Sharpe to yearly, 252 days."""
+    """Lo (2002): from a daily Sharpe ratio to that of a year of 252 days."""
     assert metrics.annualisation(rho ** np.arange(1, 252), 252) == pytest.approx(factor, abs=5e-5)
 
 

@@ -64,7 +64,7 @@ def sharpe_autocorrelated(returns: Float, bars_per_year: float) -> float:
 
 
 def annualisation(correlations: Float, periods: float) -> float:
-    """Factor from the Sharpe ratio of a bar to that of q periods (Lo 2002, eq. 20): q / √(q + 2 Σ (q − k) ρ_k).
+    """Factor from the Sharpe ratio of a bar to that of q periods (Lo 2002): q / √(q + 2 Σ (q − k) ρ_k).
 
     `correlations` [K] are ρ_1 … ρ_K, the later ones zero. NaN where they leave no positive variance.
     """
