@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tailguard._version import __version__
-from tailguard.errors import TailguardError
+from tailguard.errors import ConfigError, TailguardError
 
 app = typer.Typer(
     name="tailguard",
@@ -64,18 +64,38 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting: --set ppo.gamma=0.995.")
     ] = None,
-    name: Annotated[str, typer.Option(help="Name of the run: its folder is runs/NAME.")] = "run",
+    name: Annotated[str | None, typer.Option(help="Name of the run: its folder is runs/NAME. Default: run.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, with its own settings.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Answer yes: go on with a run that exists already.")] = False,
 ) -> None:
-    """Train an agent on bars and show what it does on the part it never saw. Without bars: a synthetic market."""
+    """Train an agent on bars and show what it does on the part it never saw. Without bars: a synthetic market.
+
+    Ctrl-C saves and stops; the same command, or --resume, goes on exactly where it stopped.
+    """
     from rich.console import Console
 
     from tailguard.config import load_config
+    from tailguard.runs.runner import RunFailed, resume_run
     from tailguard.runs.runner import train as train_run
 
-    given = list(overrides or [])
-    if bars is not None:
-        given.append(f"data.path={bars}")
-    train_run(load_config(config, given), Path("runs") / name, Console())
+    def ask(question: str) -> bool:
+        return yes or (sys.stdin.isatty() and typer.confirm(question))
+
+    try:
+        if resume is None:
+            given = list(overrides or [])
+            if bars is not None:
+                given.append(f"data.path={bars}")
+            train_run(load_config(config, given), Path("runs") / (name or "run"), Console(), ask=ask)
+        elif config or bars or overrides or name:
+            raise ConfigError(f"--resume {resume}: the run goes on with its own settings; give no others")
+        else:
+            resume_run(resume, Console(), ask)
+    except RunFailed as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command("config")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +14,21 @@ from rich.console import Console
 
 from tailguard._version import __version__
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.config import RunConfig, to_yaml
+from tailguard.config import RunConfig
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
 from tailguard.envs.trading import TradingEnv
-from tailguard.errors import ConfigError
+from tailguard.errors import CheckpointError, ConfigError, TailguardError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
 from tailguard.evaluate.table import growth, print_table
 from tailguard.monitor.writers import JsonlWriter, TensorBoardWriter
+from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError
+from tailguard.runs.folder import RunFolder
+from tailguard.runs.keeper import Keeper
+from tailguard.runs.signals import StopSignals
+from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -50,14 +55,85 @@ class RunResult:
         return mine / best if best > 0 else math.nan
 
 
-def train(config: RunConfig, folder: Path, console: Console, *, replace: bool = False) -> RunResult:
-    """Train an agent as the config says, keep it in `folder`, and show what it does on the test period."""
-    _claim(folder, replace)
+class RunFailed(TailguardError):
+    """A run that could not go on through no fault of its settings, a full disk for example."""
+
+
+def _say_no(_: str) -> bool:
+    return False
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    console: Console,
+    *,
+    replace: bool = False,
+    resume: bool = False,
+    ask: Callable[[str], bool] = _say_no,
+) -> RunResult:
+    """Train an agent as the config says, keep everything in `folder`, and show what it does on the test period.
+
+    `replace`: an earlier run in the folder is removed.
+    `resume`: a run in the folder goes on, exactly from its newest checkpoint.
+    `ask`: answers what only the user can decide: whether to go on with a run that is there, and from an older
+    checkpoint where the newest is damaged. By default the answer is no, and the question becomes an error.
+
+    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
+    128 + the signal's number. Raises `RunFailed` when the disk does not take any more; the last checkpoint is intact.
+    """
+    run = RunFolder(folder)
+    with run.claimed():
+        goes_on = _prepare_folder(run, config, replace, resume, ask)
+        agent, split, synthetic = _prepare_agent(config, run, console)
+        store = CheckpointStore(run.path, config.training.keep_checkpoints)
+        store.clean()
+        if goes_on:
+            _take_up(agent, store, run, console, ask)
+        _learn(agent, config, run, store, Validation(agent, split.validation), console)
+        _write_agent(agent, run, store)
+        result = RunResult(folder, agent, _evaluate(agent, config, split.test, synthetic))
+    console.print()
+    print_table(result.results, "test, net of costs", console)
+    console.print(f"\nverdict  {verdict(result)}", soft_wrap=True)
+    best = store.best()
+    if best not in (None, agent.num_timesteps):
+        console.print(f"best     on validation: {store.folder}/step_{best}", soft_wrap=True)
+    console.print(f"saved    {run.agent_path}  (curves: tensorboard --logdir {folder})", soft_wrap=True)
+    return result
+
+
+def resume_run(folder: Path, console: Console, ask: Callable[[str], bool] = _say_no) -> RunResult:
+    """Go on with the run in this folder, with its own settings."""
+    return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask)
+
+
+def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
+    """Begin a run in the folder, or make sure that the one in it may go on; returns whether it goes on."""
+    if run.holds_a_run() and replace:
+        run.clear()
+    if run.holds_a_run():
+        run.check_same(config)
+        if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
+            raise ConfigError(
+                f"{run.path}: this run exists already. Go on with it (--yes, or tailguard train --resume {run.path}), "
+                "or choose another --name"
+            )
+        return True
+    if not run.is_free():
+        raise ConfigError(f"{run.path}: the folder exists already and holds no run; choose another --name")
+    run.begin(config)
+    return False
+
+
+def _prepare_agent(
+    config: RunConfig, run: RunFolder, console: Console
+) -> tuple[DistributionalPPO, Split, SyntheticMarket | None]:
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     console.print(
         f"[bold]Tailguard {__version__}[/bold] · {config.training.device}, {torch.get_num_threads()} threads "
-        f"· seed {config.training.seed} · {folder}"
+        f"· seed {config.training.seed} · {run.path}"
     )
     bars, synthetic = _bars(config)
     console.print(f"market   {describe(synthetic) if synthetic else _describe_bars(bars)}", soft_wrap=True)
@@ -66,16 +142,88 @@ def train(config: RunConfig, folder: Path, console: Console, *, replace: bool = 
     console.print(f"split    {split.describe()}", soft_wrap=True)
     agent = _agent(config, split)
     console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    writers = [JsonlWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder / "tensorboard")]
-    agent.learn(config.training.total_timesteps, callback=writers, progress_bar=True)
-    agent.save(folder / AGENT)
-    result = RunResult(folder, agent, _evaluate(agent, config, split.test, synthetic))
-    console.print()
-    print_table(result.results, "test, net of costs", console)
-    console.print(f"\nverdict  {verdict(result)}", soft_wrap=True)
-    console.print(f"saved    {folder / AGENT}  (curves: tensorboard --logdir {folder})", soft_wrap=True)
-    return result
+    return agent, split, synthetic
+
+
+def _take_up(
+    agent: DistributionalPPO, store: CheckpointStore, run: RunFolder, console: Console, ask: Callable[[str], bool]
+) -> None:
+    """Bring the agent and the run's figures to where the newest checkpoint stands."""
+    try:
+        step = store.newest() or 0
+        changed = store.restore(agent, step) if step else {}
+    except DamagedCheckpointError as error:
+        if error.intact is None or not ask(f"{error}. Go on from there?"):
+            way = f"tailguard train --resume {run.path} --yes goes on from there"
+            raise CheckpointError(f"{error}" + ("" if error.intact is None else f"; {way}")) from None
+        step = error.intact
+        changed = store.restore(agent, step)
+    removed = store.forget_after(step)
+    kept, dropped = run.cut_metrics(step)
+    console.print(f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
+    if kept != agent.state.iteration:
+        console.print(f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
+    if dropped:
+        console.print(f"note     {dropped} iterations after the checkpoint are done again")
+    for name, (then, now) in changed.items():
+        console.print(f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
+
+
+def _learn(
+    agent: DistributionalPPO,
+    config: RunConfig,
+    run: RunFolder,
+    store: CheckpointStore,
+    validation: Validation,
+    console: Console,
+) -> None:
+    training = config.training
+    left = training.total_timesteps - agent.num_timesteps
+    if left <= 0:
+        console.print(f"training is complete: {agent.num_timesteps:,} steps")
+        return
+    if not validation.starts:
+        console.print("note     the validation part is shorter than an episode, so checkpoints have no score")
+    steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
+    with StopSignals() as stop:
+        keeper = Keeper(
+            store,
+            run,
+            stop,
+            validation,
+            steps=steps,
+            minutes=training.checkpoint_minutes,
+            goal=training.total_timesteps,
+        )
+        try:
+            writers = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+            agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
+        except OSError as error:
+            where = error.filename or run.path
+            raise RunFailed(f"{where}: {error.strerror}. {_what_is_left(run, store)}") from error
+    if stop.received is not None:
+        console.print(
+            f"saved    checkpoint step {keeper.saved_step:,} written and verified. "
+            f"Resume: tailguard train --resume {run.path}",
+            soft_wrap=True,
+        )
+        raise SystemExit(128 + stop.received)
+
+
+def _write_agent(agent: DistributionalPPO, run: RunFolder, store: CheckpointStore) -> None:
+    try:
+        agent.save(run.agent_path)
+    except CheckpointError as error:
+        raise RunFailed(f"{error}. {_what_is_left(run, store)}") from error
+
+
+def _what_is_left(run: RunFolder, store: CheckpointStore) -> str:
+    intact = store.newest_intact()
+    rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
+    return (
+        f"The run has ended; {rest}. Make room, or make the folder writable, and go on with: "
+        f"tailguard train --resume {run.path}"
+    )
 
 
 def verdict(result: RunResult) -> str:
@@ -106,17 +254,6 @@ def describe_agent(agent: DistributionalPPO) -> str:
         f"{memory} · {critics}, {spread[network.critic]} · {size:,} parameters · "
         f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout"
     )
-
-
-def _claim(folder: Path, replace: bool) -> None:
-    """Make the folder, before any work is done for it."""
-    if folder.exists() and not replace and any(folder.iterdir()):
-        raise ConfigError(f"{folder}: this run exists already; choose another --name or remove the folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "metrics.jsonl").write_text("", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot write there: {error}") from error
 
 
 def _bars(config: RunConfig) -> tuple[Bars, SyntheticMarket | None]:

@@ -1,0 +1,242 @@
+"""Checkpoints of a run: each one complete, verified and tied to its data; `latest` names the newest.
+
+`checkpoints/step_<n>/` appears by a rename, after its files were brought to the disk and read back, so a kill or a
+power cut at any moment leaves the checkpoints that were there. `latest` is a line of text, replaced by a rename as
+well: unlike a symbolic link it survives copies and archives, and it can be checked before it is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tailguard._version import __version__
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.saving import PARTS, capture, describe, restore
+from tailguard.data.prepare import PreparedBars
+from tailguard.envs.trading import TradingEnv
+from tailguard.errors import CheckpointError
+from tailguard.sealed import (
+    read_about,
+    read_regular,
+    read_sealed,
+    replace_synced,
+    sync_folder,
+    verify_sealed,
+    write_sealed,
+)
+
+LATEST = "latest"
+CHECKPOINTS = "checkpoints"
+_STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
+_LEFTOVER = re.compile(r"\.step_\d+\.(\d+\.(partial|old)|removed)")
+
+
+class DamagedCheckpointError(CheckpointError):
+    """The newest checkpoint cannot be read; `intact` is the newest step that can, None if there is none."""
+
+    def __init__(self, message: str, intact: int | None) -> None:
+        offer = "no other checkpoint is intact" if intact is None else f"the newest intact checkpoint is step_{intact}"
+        super().__init__(f"{message}; {offer}")
+        self.intact = intact
+
+
+class CheckpointStore:
+    """The checkpoints of one run folder.
+
+    `keep`: newest checkpoints that stay; the best by score stays too.
+    """
+
+    def __init__(self, run: Path, keep: int = 3) -> None:
+        self.run, self.keep = run, keep
+        self.folder = run / CHECKPOINTS
+        if self.folder.is_symlink():
+            raise CheckpointError(f"{self.folder}: a symbolic link; links are not followed")
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        if not self.folder.is_dir():
+            return []
+        found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def newest(self) -> int | None:
+        """The step to go on from; None if nothing has been saved yet."""
+        steps = self.steps()
+        pointer = self.run / LATEST
+        if pointer.is_symlink() or pointer.exists():
+            text = read_regular(pointer, 100).decode(errors="replace").strip()
+            match = _STEP.fullmatch(text)
+            if match is None:
+                raise DamagedCheckpointError(f"{pointer}: {text!r} names no checkpoint", self.newest_intact())
+            steps.append(int(match[1]))
+        # A kill between the two renames leaves `latest` one behind: what is there is complete all the same.
+        return max(steps, default=None)
+
+    def newest_intact(self) -> int | None:
+        """The newest step whose files are all as they were written."""
+        for step in reversed(self.steps()):
+            try:
+                self.verify(step)
+            except CheckpointError:
+                continue
+            return step
+        return None
+
+    def verify(self, step: int) -> None:
+        """Raise `CheckpointError` unless the checkpoint is there, byte for byte as it was written."""
+        verify_sealed(self._existing(step), PARTS)
+
+    def save(self, agent: DistributionalPPO, score: float | None = None) -> Path:
+        """Write a checkpoint, make it the latest, and let go of those that need not be kept.
+
+        `score`: on the validation part, higher is better; the best scored checkpoint is kept.
+        Raises OSError when the disk does not take it; the checkpoints from before are then still there.
+        """
+        step = agent.num_timesteps
+        about = describe(agent) | {
+            "data": data_hashes(agent.env),
+            "versions": versions(),
+            "score": score if score is not None and math.isfinite(score) else None,
+        }
+        write_sealed(self._path(step), capture(agent), about)
+        replace_synced(self.run / LATEST, f"step_{step}\n".encode())
+        for other in self._dispensable():
+            self._remove(other)
+        return self._path(step)
+
+    def restore(self, agent: DistributionalPPO, step: int) -> dict[str, tuple[Any, Any]]:
+        """Bring an agent, built with the run's settings, to exactly where it stood at this step.
+
+        Returns library versions and thread counts that were others then, as {name: (then, now)}: with them the run goes
+        on, but not bit by bit as it would have.
+        """
+        folder = self._existing(step)
+        try:
+            about, parts = read_sealed(folder, PARTS)
+        except CheckpointError as error:
+            raise DamagedCheckpointError(str(error), self.newest_intact()) from error
+        if about.get("step") != step:
+            raise CheckpointError(f"{folder}: holds the state of step {about.get('step')!r}")
+        _check_data(folder, about.get("data"), data_hashes(agent.env))
+        restore(agent, parts, str(folder), episodes=True)
+        if agent.num_timesteps != step:
+            raise CheckpointError(f"{folder}: its learner stands at step {agent.num_timesteps}")
+        then = about.get("versions")
+        now = versions()
+        return {
+            name: (then.get(name) if isinstance(then, dict) else None, value)
+            for name, value in now.items()
+            if not isinstance(then, dict) or then.get(name) != value
+        }
+
+    def best(self) -> int | None:
+        """The step with the highest score; None if no checkpoint has one."""
+        scores = {step: score for step in self.steps() if (score := self._score(step)) is not None}
+        return max(scores, key=lambda step: (scores[step], step), default=None)
+
+    def forget_after(self, step: int) -> list[int]:
+        """Remove the checkpoints after this step, from where the run will go its way again; returns their steps."""
+        later = [other for other in self.steps() if other > step]
+        for other in later:
+            self._remove(other)
+        if self.steps():
+            replace_synced(self.run / LATEST, f"step_{self.steps()[-1]}\n".encode())
+        return later
+
+    def clean(self) -> None:
+        """Remove what killed processes left half written or half removed. Only for who holds the run's lock."""
+        if self.folder.is_dir():
+            for path in self.folder.iterdir():
+                if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+                    shutil.rmtree(path)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def _existing(self, step: int) -> Path:
+        path = self._path(step)
+        if path.is_symlink():
+            raise DamagedCheckpointError(f"{path}: a symbolic link; links are not followed", None)
+        if not path.is_dir():
+            raise DamagedCheckpointError(
+                f"{self.run / LATEST} names step_{step}, and there is no such checkpoint", self.newest_intact()
+            )
+        return path
+
+    def _score(self, step: int) -> float | None:
+        try:
+            score = read_about(self._existing(step), PARTS).get("score")
+        except CheckpointError:
+            return None
+        return float(score) if isinstance(score, int | float) else None
+
+    def _dispensable(self) -> list[int]:
+        best = self.best()
+        return [step for step in self.steps()[: -self.keep] if step != best]
+
+    def _remove(self, step: int) -> None:
+        # Renamed first: a kill while files are being deleted must not leave a checkpoint that looks damaged.
+        path, gone = self._path(step), self.folder / f".step_{step}.removed"
+        if path.is_symlink():
+            path.unlink()
+            return
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        sync_folder(self.folder)
+        shutil.rmtree(gone)
+
+
+def data_hashes(env: Any) -> dict[str, str]:
+    """SHA-256 of the bars and of the scaled features that an environment trades; empty where there are none."""
+    if not isinstance(env, TradingEnv):
+        return {}
+    prepared: PreparedBars = env.prepared
+    panel = prepared.panel
+    columns = (panel.open, panel.high, panel.low, panel.close, panel.volume, panel.funding)
+    bars = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)
+    features = (prepared.names, prepared.scaler.definitions, prepared.features, prepared.usable)
+    return {"bars": _digest(*bars), "features": _digest(*features)}
+
+
+def versions() -> dict[str, Any]:
+    """What bit-identical arithmetic depends on besides the code of this package."""
+    return {
+        "tailguard": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _check_data(folder: Path, then: Any, now: Mapping[str, str]) -> None:
+    for name in ("bars", "features"):
+        saved = then.get(name) if isinstance(then, dict) else None
+        if saved != now.get(name):
+            raise CheckpointError(
+                f"{folder}: made with other {name}: their SHA-256 was {str(saved)[:12]}… and is "
+                f"{str(now.get(name))[:12]}… now. Bring back the data of this run, or begin a new one"
+            )
+
+
+def _digest(*values: Any) -> str:
+    digest = hashlib.sha256()
+    for value in values:
+        plain = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else None
+        head = repr(value) if plain is None else f"{plain.dtype.str}{plain.shape}"
+        digest.update(head.encode() + b"\n")
+        if plain is not None:
+            digest.update(plain.data if plain.size else b"")
+    return digest.hexdigest()

@@ -1,0 +1,134 @@
+"""A run's folder: who may write in it, what it was begun with, and figures that end where its checkpoint does."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tailguard.config import RunConfig, load_config, to_dict, to_yaml
+from tailguard.errors import ConfigError
+from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
+from tailguard.sealed import replace_synced
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+AGENT = "agent"
+LOCK = ".lock"
+NAMES = (CONFIG, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
+"""Everything that a run writes; nothing else in the folder is ever touched."""
+
+
+class RunFolder:
+    """`runs/<name>/`: settings, figures, curves, checkpoints and the agent of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_path, self.metrics_path = path / CONFIG, path / METRICS
+        self.tensorboard_path, self.agent_path = path / TENSORBOARD, path / AGENT
+
+    def holds_a_run(self) -> bool:
+        return self.config_path.is_file()
+
+    def is_free(self) -> bool:
+        """Whether a new run may begin here."""
+        return not self.path.exists() or (self.path.is_dir() and {item.name for item in self.path.iterdir()} <= {LOCK})
+
+    def config(self) -> RunConfig:
+        """The settings that the run was begun with."""
+        if not self.holds_a_run():
+            raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
+        return load_config(self.config_path)
+
+    def check_same(self, config: RunConfig) -> None:
+        """Raise unless the run was begun with these settings; the message names those that differ."""
+        then, now = dict(_flat(to_dict(self.config()))), dict(_flat(to_dict(config)))
+        differing = [
+            f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in now if then.get(key) != now[key]
+        ]
+        if differing:
+            shown = "; ".join(differing[:8]) + ("; …" if len(differing) > 8 else "")
+            raise ConfigError(
+                f"{self.path}: this run was begun with other settings ({shown}). Choose another --name, or go on with "
+                f"its own settings: tailguard train --resume {self.path}"
+            )
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the folder and hold its lock, which the system lets go of however the process ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
+        try:
+            self._refuse_links()
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{self.path}: another process is training this run; wait for it or stop it"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _refuse_links(self) -> None:
+        """A folder from elsewhere must not make this process write through a link to somewhere else."""
+        for name in NAMES:
+            if (self.path / name).is_symlink():
+                raise ConfigError(f"{self.path / name}: a symbolic link; links are not followed")
+
+    def begin(self, config: RunConfig) -> None:
+        """Write the settings and empty figures."""
+        try:
+            replace_synced(self.metrics_path, b"")
+            replace_synced(self.config_path, to_yaml(config).encode())
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
+
+    def clear(self) -> None:
+        """Remove an earlier run, and only that."""
+        for name in (LATEST, CONFIG, METRICS):
+            (self.path / name).unlink(missing_ok=True)
+        for name in (CHECKPOINTS, TENSORBOARD, AGENT):
+            if (self.path / name).is_dir():
+                shutil.rmtree(self.path / name)
+
+    def cut_metrics(self, step: int) -> tuple[int, int]:
+        """Keep the lines up to this step, so that the run can write the later ones again; returns (kept, dropped)."""
+        kept, dropped = [], 0
+        for line in self.metrics_path.read_bytes().splitlines(keepends=True) if self.metrics_path.exists() else []:
+            if _step_of(line) <= step:
+                kept.append(line)
+            else:
+                dropped += 1
+        replace_synced(self.metrics_path, b"".join(kept))
+        return len(kept), dropped
+
+    def sync_metrics(self) -> None:
+        """Bring the figures to the disk: a checkpoint must not outlive the lines that belong to it."""
+        with self.metrics_path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _step_of(line: bytes) -> float:
+    """The step a line of figures belongs to; infinite for one that a kill has cut short."""
+    try:
+        return float(json.loads(line)["time/total_timesteps"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
