@@ -129,7 +129,7 @@ def gradient_exploding(figures: Figures, past: Past) -> str | None:
 def quantile_crossing(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """Quantiles out of order."""
     share = _value(figures, "critic/quantile_crossing")
-    if not share > 0.3:
+    if not share > 0.1:
         return None
     return f"{100 * share:.0f} % of neighbouring return quantiles stand in the wrong order."
 

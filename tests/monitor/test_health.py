@@ -1,0 +1,328 @@
+"""Every alarm is provoked on the real learner, and none sounds in a healthy run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+import torch
+from stable_baselines3.common.callbacks import EvalCallback
+from torch import Tensor, nn
+
+import tailguard as tg
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.envs.protocol import Box, Step
+from tailguard.monitor.health import CONSTANT_EVALUATION, RULES, HealthMonitor, Rule
+
+SMALL: dict[str, Any] = {
+    "n_steps": 8,
+    "minibatch_size": 64,
+    "epochs": 2,
+    "hidden": (8,),
+    "lstm_size": 8,
+    "quantiles": 8,
+    "learning_rate": 3e-4,
+}
+
+
+@pytest.fixture(scope="module")
+def bars() -> Any:
+    return tg.make_market(1_500, seed=0).bars
+
+
+def make(bars: Any, market: tg.MarketConfig | None = None, **options: Any) -> DistributionalPPO:
+    env = tg.TradingEnv(bars, market, num_envs=16, episode_length=32, stagger=8)
+    return DistributionalPPO(env, **(SMALL | options))
+
+
+def run(learner: DistributionalPPO, iterations: int) -> dict[str, float]:
+    for _ in range(iterations):
+        metrics = learner.iterate()
+    return metrics
+
+
+def raised(learner: DistributionalPPO) -> list[str]:
+    return [alarm.name for alarm in learner.alarms]
+
+
+def scale_gradients(module: nn.Module, factor: float) -> None:
+    """As a fault in the network would: what reaches the parameters is `factor` times what should."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: factor * gradient)
+
+
+def test_a_healthy_run_is_silent(bars: Any) -> None:
+    """Twin quantile critics, value clip, entropy bonus, LSTM: forty iterations of trading, not one alarm."""
+    learner = make(bars, twin_critics=True, value_clip="mean_only", entropy_coef=1e-3, learning_rate=3e-3)
+    metrics = run(learner, 40)
+    assert learner.alarms == []
+    counts = {name: value for name, value in metrics.items() if name.startswith("warn/")}
+    assert counts.keys() >= {f"warn/{rule.name}" for rule in (*RULES, CONSTANT_EVALUATION)}
+    assert set(counts.values()) == {0}
+
+
+# --- the critics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trunk", ["shared", "own"])
+def test_a_critic_that_has_stopped_learning(bars: Any, trunk: str) -> None:
+    learner = make(bars, twin_critics=True, twin_trunk=trunk)
+    scale_gradients(learner.agent.critics[1], 0.0)
+    if trunk == "own":
+        scale_gradients(learner.agent.trunks[2], 0.0)
+    metrics = run(learner, 6)
+    assert metrics["critic/grad_norm_2"] == 0
+    assert metrics["critic/grad_norm_1"] > 0
+    (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "critic_vanished"]
+    assert "critic 2's gradient norm is 0.0e+00" in alarm.what
+    assert metrics["warn/critic_vanished"] == 2  # bad from the first iteration on, patience 5
+
+
+def test_critics_a_hundred_times_apart(bars: Any) -> None:
+    learner = make(bars, twin_critics=True)
+    scale_gradients(learner.agent.critics[0], 1e-3)
+    metrics = run(learner, 6)
+    assert raised(learner) == ["critic_imbalanced"]
+    assert metrics["critic/grad_ratio"] == pytest.approx(1000, rel=0.3)
+
+
+def test_critics_ten_times_apart_are_left_alone(bars: Any) -> None:
+    learner = make(bars, twin_critics=True)
+    scale_gradients(learner.agent.critics[0], 0.1)
+    run(learner, 6)
+    assert learner.alarms == []
+
+
+def test_quantiles_that_stay_out_of_order(bars: Any) -> None:
+    learner = make(bars, distribution_coef=0.0)
+    head = learner.agent.each_critic()[0].distribution
+    assert head is not None
+    with torch.no_grad():
+        head.layer.bias.copy_(torch.linspace(1, -1, 8))
+    metrics = run(learner, 31)
+    assert metrics["critic/quantile_crossing"] > 0.9
+    # The distribution's loss has no weight: its gradient is gone, which is said too.
+    assert "quantile_crossing" in raised(learner)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_lstm_that_says_nothing(bars: Any) -> None:
+    learner = make(bars, learning_rate=1e-12)
+    with torch.no_grad():
+        for parameter in learner.agent.each_trunk()[0].memory.parameters():
+            parameter.zero_()
+    run(learner, 6)
+    (alarm,) = learner.alarms
+    assert alarm.name == "lstm_dead"
+    assert "actor_0" in alarm.what
+
+
+def test_an_lstm_that_no_gradient_reaches(bars: Any) -> None:
+    learner = make(bars)
+    scale_gradients(learner.agent.each_trunk()[1].memory, 0.0)
+    run(learner, 6)
+    (alarm,) = learner.alarms
+    assert alarm.name == "lstm_dead"
+    assert "gradient norm of LSTM layer critic_0 is 0.0e+00" in alarm.what
+
+
+def test_an_lstm_at_its_limits(bars: Any) -> None:
+    learner = make(bars, learning_rate=1e-12)
+    (cell,) = learner.agent.each_trunk()[1].memory.cells  # type: ignore[union-attr]
+    with torch.no_grad():
+        cell.bias_ih.fill_(20.0)  # all gates open, the cell grows by one a step
+    metrics = run(learner, 6)
+    assert "lstm_saturated" in raised(learner)
+    assert metrics["lstm/critic_0_saturated"] > 0.9
+    assert metrics["lstm/actor_0_saturated"] < 0.1
+
+
+# --- the policy ------------------------------------------------------------------------------------------------------
+
+
+def test_log_ratios_that_must_be_clamped(bars: Any) -> None:
+    learner = make(bars, log_ratio_limit=1e-3, learning_rate=1e-2)
+    run(learner, 1)
+    (alarm,) = learner.alarms
+    assert alarm.name == "ratio_clamped"
+    assert re.search(r"\d+\.\d % of the log-ratios", alarm.what)
+
+
+def test_a_policy_that_no_longer_explores(bars: Any) -> None:
+    learner = make(bars, log_std_init=-4.9)
+    metrics = run(learner, 5)
+    assert raised(learner) == ["entropy_collapsed"]
+    assert metrics["train/entropy_margin"] == pytest.approx(-4.9 + 4.605, abs=0.05)
+
+
+class Constant:
+    """Pays the same whatever happens; its observations can be made to grow."""
+
+    observation_size = 2
+
+    def __init__(self, reward: float = 1.0, growth: float = 1.0, sizes: Any = None) -> None:
+        self.num_envs, self.device = 8, torch.device("cpu")
+        self.action_space = sizes or Box(torch.tensor([-1.0]), torch.tensor([1.0]))
+        self.reward, self.growth, self.level = reward, growth, 1.0
+        self.draw = torch.Generator().manual_seed(0)
+
+    def observe(self) -> Tensor:
+        self.level *= self.growth
+        return self.level * (1 + 0.1 * torch.randn(self.num_envs, 2, generator=self.draw))
+
+    def reset(self, seed: int | None = None) -> Tensor:  # noqa: ARG002
+        return self.observe()
+
+    def step(self, action: Tensor) -> Step:  # noqa: ARG002
+        obs, never = self.observe(), torch.zeros(self.num_envs, dtype=torch.bool)
+        reward = torch.randn(self.num_envs, generator=self.draw) if self.growth > 1 else torch.zeros(self.num_envs)
+        return Step(obs, reward, never, never, obs, ~never)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_rewards_without_any_signal() -> None:
+    learner = DistributionalPPO(Constant(), **(SMALL | {"gamma": 1e-9, "value_coef": 0.0}))
+    with torch.no_grad():
+        learner.agent.each_critic()[0].value.layer.weight.zero_()
+    metrics = run(learner, 2)
+    assert "constant_advantages" in raised(learner)
+    assert metrics["warn/constant_advantages"] == 2
+
+
+def test_a_discrete_policy_that_no_longer_explores() -> None:
+    from tailguard.envs.protocol import Discrete
+
+    learner = DistributionalPPO(Constant(growth=1.001, sizes=Discrete((3, 2))), **SMALL)
+    with torch.no_grad():
+        learner.agent.action_head.linear.bias.copy_(torch.tensor([20.0, 0, 0, 20.0, 0]))  # type: ignore[union-attr, operator]
+    run(learner, 5)
+    assert "entropy_collapsed" in raised(learner)
+
+
+# --- gradients and statistics ----------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_explodes(bars: Any) -> None:
+    learner = make(bars)
+    run(learner, 8)
+    assert learner.alarms == []
+    scale_gradients(learner.agent, 1e3)
+    run(learner, 1)
+    assert raised(learner) == ["gradient_exploding"]
+
+
+def test_observations_that_run_away() -> None:
+    learner = DistributionalPPO(Constant(growth=1.2), **SMALL)
+    run(learner, 9)
+    assert "normaliser_drift" in raised(learner)
+
+
+# --- trading ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_never_trades(bars: Any) -> None:
+    """Long only, actions clipped, and a policy that wants to be short: it stays flat."""
+    learner = make(bars, tg.MarketConfig(allow_short=False), squash=False, learning_rate=1e-12, std="state")
+    with torch.no_grad():
+        learner.agent.action_head.linear.bias.copy_(torch.tensor([-50.0, 0.0]))  # type: ignore[union-attr, operator]
+    metrics = run(learner, 6)
+    assert "never_trades" in raised(learner)
+    assert metrics["data/turnover"] == 0
+
+
+def test_an_agent_that_flips_at_every_bar(bars: Any) -> None:
+    """Without encoder and memory the policy is linear in what it sees; it asks for the opposite of what it holds."""
+    learner = make(bars, hidden=(), memory="none", learning_rate=1e-12, normalise_observations=False, log_std_init=-2.0)
+    names = learner.env.task.observation_names  # type: ignore[attr-defined]
+    with torch.no_grad():
+        learner.agent.action_head.linear.weight.zero_()  # type: ignore[union-attr, operator]
+        learner.agent.action_head.linear.weight[0, names.index("weight")] = -100.0  # type: ignore[union-attr, index]
+    metrics = run(learner, 6)
+    assert "always_flips" in raised(learner)
+    assert metrics["data/flips"] > 0.9
+
+
+def test_an_evaluation_that_never_moves() -> None:
+    """SB3's own evaluation callback on an environment whose every episode scores the same."""
+
+    class AlwaysOne(gymnasium.Env[Any, Any]):
+        observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+        action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            super().reset(seed=seed, options=options)
+            self.age = 0
+            return self.observation_space.sample(), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:  # noqa: ARG002
+            self.age += 1
+            return self.observation_space.sample(), 1.0, False, self.age == 4, {}
+
+    learner = DistributionalPPO([AlwaysOne] * 2, **SMALL)
+    watch = EvalCallback(AlwaysOne(), eval_freq=1, n_eval_episodes=2, verbose=0)
+    learner.learn(2 * 16, callback=watch, reset_num_timesteps=False)  # type: ignore[arg-type]
+    assert "constant_evaluation" not in raised(learner)
+    learner.learn(16, callback=watch, reset_num_timesteps=False)  # type: ignore[arg-type]
+    assert "constant_evaluation" in raised(learner)
+
+
+def test_an_evaluation_that_moves_is_left_alone() -> None:
+    monitor = HealthMonitor()
+    for score in (1.0, 1.0, 2.0, 2.0, 1.0):
+        assert monitor.evaluated({"eval/mean_reward": score}, 0) == []
+
+
+# --- how alarms are raised -------------------------------------------------------------------------------------------
+
+
+def scripted(patience: int, after: int = 0) -> HealthMonitor:
+    check: Callable[..., str | None] = lambda figures, past: "bad" if figures["x"] else None  # noqa: E731, ARG005
+    return HealthMonitor((Rule("scripted", check, "…", patience, after),))
+
+
+def test_an_alarm_is_said_once_and_counted_from_then_on() -> None:
+    monitor = scripted(patience=3, after=1)
+    said = [len(monitor.check({"x": x}, step)) for step, x in enumerate([1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1])]
+    #          ignored ─┘  └ 2 in a row    3 in a row ┘  └ 4                       3 in a row ┘
+    assert said == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
+    assert monitor.figures()["warn/scripted"] == 3
+
+
+def test_a_saved_monitor_goes_on() -> None:
+    first = scripted(patience=3)
+    first.check({"x": 1}, 0)
+    first.check({"x": 1}, 1)
+    second = scripted(patience=3)
+    second.load_state_dict(first.state_dict())
+    assert len(second.check({"x": 1}, 2)) == 1
+
+
+def test_learn_says_it_in_words(bars: Any, caplog: pytest.LogCaptureFixture) -> None:
+    learner = make(bars, log_std_init=-4.9)
+    with caplog.at_level(logging.WARNING, "tailguard"):
+        learner.learn(8 * 16 * 8)
+    (record,) = caplog.records
+    assert record.message.startswith("alarm entropy_collapsed at 640 steps: the policy's entropy is down to")
+    assert "Usually:" in record.message
+    assert record.message.endswith("See docs/alarms#entropy-collapsed")
+
+
+def test_every_alarm_has_its_place_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (\S+)$", text, re.MULTILINE)
+    assert headings == [rule.name.replace("_", "-") for rule in (*RULES, CONSTANT_EVALUATION)]
