@@ -136,7 +136,8 @@ class DistributionalPPO:
         `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
             function of `(locals, globals)`, or a list of them; a false return value ends the training.
         `log_interval`: rollouts between two updates of the progress bar.
-        `reset_num_timesteps`: count steps, and read schedules, from 0; episodes under way go on in any case.
+        `reset_num_timesteps`: count steps from 0, and with them read the schedules; if not, both go on, as in SB3.
+            Episodes under way go on in any case.
         """
         check_count("total_timesteps", total_timesteps)
         check_count("log_interval", log_interval)
@@ -150,7 +151,7 @@ class DistributionalPPO:
         clock = time.perf_counter()
         with Progress(total_timesteps, shown=progress_bar) as bar:
             while self.state.num_timesteps < goal:
-                self.state.progress = (self.state.num_timesteps - begun) / total_timesteps
+                self.state.progress = self.state.num_timesteps / goal
                 listener.on_rollout_start()
                 said = len(self.alarms)
                 self.metrics = self.iterate()

@@ -172,6 +172,9 @@ class TradingEnv:
         """Go on from a saved state of an environment of the same size on the same bars."""
         if state["row"].shape[0] != self.num_envs:
             raise ConfigError(f"state of {state['row'].shape[0]} environments given to {self.num_envs}")
+        rows = self.task.features.shape[0]
+        if state["row"].numel() and not (0 <= int(state["row"].min()) and int(state["row"].max()) < rows):
+            raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")
         put = {name: value.to(self.device) for name, value in state.items() if name != "generator"}
         market = MarketState(put["row"], put["equity"], put["weights"])
         self.state = EpisodeState(market, put["start_equity"], put["peak_equity"], put["age"])
