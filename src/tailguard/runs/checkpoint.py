@@ -54,11 +54,12 @@ class DamagedCheckpointError(CheckpointError):
 class CheckpointStore:
     """The checkpoints of one run folder.
 
+    `data`: `data_hashes` of what the agent learns from; a checkpoint made with other data is refused.
     `keep`: newest checkpoints that stay; the best by score stays too.
     """
 
-    def __init__(self, run: Path, keep: int = 3) -> None:
-        self.run, self.keep = run, keep
+    def __init__(self, run: Path, data: Mapping[str, str], keep: int = 3) -> None:
+        self.run, self.data, self.keep = run, dict(data), keep
         self.folder = run / CHECKPOINTS
         if self.folder.is_symlink():
             raise CheckpointError(f"{self.folder}: a symbolic link; links are not followed")
@@ -105,7 +106,7 @@ class CheckpointStore:
         """
         step = agent.num_timesteps
         about = describe(agent) | {
-            "data": data_hashes(agent.env),
+            "data": self.data,
             "versions": versions(),
             "score": score if score is not None and math.isfinite(score) else None,
         }
@@ -121,14 +122,14 @@ class CheckpointStore:
         Returns library versions and thread counts that were others then, as {name: (then, now)}: with them the run goes
         on, but not bit by bit as it would have.
         """
-        folder = self._existing(step)
+        folder = self._path(step)
         try:
-            about, parts = read_sealed(folder, PARTS)
+            about, parts = read_sealed(self._existing(step), PARTS)
         except CheckpointError as error:
             raise DamagedCheckpointError(str(error), self.newest_intact()) from error
         if about.get("step") != step:
             raise CheckpointError(f"{folder}: holds the state of step {about.get('step')!r}")
-        _check_data(folder, about.get("data"), data_hashes(agent.env))
+        _check_data(folder, about.get("data"), self.data)
         restore(agent, parts, str(folder), episodes=True)
         if agent.num_timesteps != step:
             raise CheckpointError(f"{folder}: its learner stands at step {agent.num_timesteps}")
@@ -167,11 +168,9 @@ class CheckpointStore:
     def _existing(self, step: int) -> Path:
         path = self._path(step)
         if path.is_symlink():
-            raise DamagedCheckpointError(f"{path}: a symbolic link; links are not followed", None)
+            raise CheckpointError(f"{path}: a symbolic link; links are not followed")
         if not path.is_dir():
-            raise DamagedCheckpointError(
-                f"{self.run / LATEST} names step_{step}, and there is no such checkpoint", self.newest_intact()
-            )
+            raise CheckpointError(f"{self.run / LATEST} names step_{step}, and there is no such checkpoint")
         return path
 
     def _score(self, step: int) -> float | None:

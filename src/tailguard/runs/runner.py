@@ -24,7 +24,7 @@ from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
 from tailguard.evaluate.table import growth, print_table
 from tailguard.monitor.writers import JsonlWriter, TensorBoardWriter
-from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError
+from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.keeper import Keeper
 from tailguard.runs.signals import StopSignals
@@ -86,7 +86,7 @@ def train(
     with run.claimed():
         goes_on = _prepare_folder(run, config, replace, resume, ask)
         agent, split, synthetic = _prepare_agent(config, run, console)
-        store = CheckpointStore(run.path, config.training.keep_checkpoints)
+        store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
         store.clean()
         if goes_on:
             _take_up(agent, store, run, console, ask)
