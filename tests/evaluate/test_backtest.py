@@ -113,6 +113,42 @@ def test_positions_are_closed_before_a_gap(bars) -> None:
     assert len(result.net) == len(bars) - 2  # neither stretch's first bar can be filled at
 
 
+def test_a_delayed_fill_is_the_decision_of_an_earlier_bar(bars) -> None:
+    targets = np.random.default_rng(2).uniform(-1, 1, (len(bars), 1))
+    later = tg.backtest(targets, bars, delay=2)
+    shifted = np.vstack([np.full((2, 1), HOLD), targets[:-2]])
+    np.testing.assert_array_equal(later.equity, tg.backtest(shifted, bars).equity)
+    np.testing.assert_array_equal(later.targets[2:], targets[: len(bars) - 3])
+
+
+def test_noise_moves_features_by_its_size_and_leaves_the_account_alone(bars, agent, monkeypatch) -> None:
+    seen: dict[float, list[np.ndarray]] = {0.0: [], 0.5: []}
+    predict = tg.DistributionalPPO.predict
+    for noise, observations in seen.items():
+
+        def listen(self, observation, into=observations, **options):
+            into.append(observation.copy())
+            return predict(self, np.zeros_like(observation), **options)  # the same actions either way
+
+        monkeypatch.setattr(tg.DistributionalPPO, "predict", listen)
+        tg.backtest(agent, bars, noise=noise, seed=3)
+    clean, noisy = (np.concatenate(each) for each in seen.values())
+    account = clean.shape[1] - 4  # the weight, pnl, drawdown and time left
+    np.testing.assert_array_equal(clean[:, account:], noisy[:, account:])
+    deviation = clean[:, :account].std(0)
+    unclipped = np.abs(clean[:, :account]) < 5
+    moved = (noisy - clean)[:, :account] / np.where(deviation > 0, deviation, 1)
+    np.testing.assert_allclose([moved[rows, i].std() for i, rows in enumerate(unclipped.T)], 0.5, rtol=0.1)
+    np.testing.assert_allclose(moved.mean(0), 0, atol=0.07)
+
+
+def test_noise_is_refused_where_there_is_nothing_to_perturb(bars) -> None:
+    with pytest.raises(ConfigError, match="features"):
+        tg.backtest(np.zeros((len(bars), 1)), bars, noise=0.1)
+    with pytest.raises(ConfigError, match="delay"):
+        tg.backtest(np.zeros((len(bars), 1)), bars, delay=-1)
+
+
 def test_a_liquidated_account_stays_flat(bars) -> None:
     result = tg.backtest(np.full((len(bars), 1), 50.0), bars, MarketConfig(leverage=50.0))
     assert result.liquidated

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -9,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tailguard.data.panel import Panel
 from tailguard.envs.episodes import EpisodeState, TradingTask
 from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate import metrics
-from tailguard.evaluate.baselines import Moment, Policy
+from tailguard.evaluate.baselines import HOLD, Moment, Policy
 from tailguard.market import MarketConfig, Transition, build_market, open_accounts
 from tailguard.market.simulator import COST_KINDS
+from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
     import polars
@@ -52,7 +55,7 @@ class BacktestResult:
     equity: Float
     """Equity at the closes as a multiple of the starting capital, the start in front, [T + 1]."""
     targets: Float
-    """Weights the policy asked for, NaN where it held, [T, A]."""
+    """Weights asked for at each bar's open, NaN where the position was held, [T, A]."""
     weights: Float
     """Weights at the closes, [T, A]."""
     net: Float
@@ -107,6 +110,9 @@ def backtest(
     bars: Bars,
     config: MarketConfig | None = None,
     *,
+    delay: int = 0,
+    noise: float = 0.0,
+    seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
@@ -115,25 +121,41 @@ def backtest(
     [R, A], one row for each row of the bars: the weights named at the close of row t fill at the open of row t + 1.
     NaN leaves a position alone.
     `config`: costs and margin; an agent's own by default.
+    `delay`: whole bars that every decision waits beyond the next open before it fills.
+    `noise`: normal noise on each feature an agent sees, in standard deviations of that feature over these bars, drawn
+    from `seed`. What it knows exactly, its weights and its account, is left as it is.
 
     An agent sees what it saw in training: its window of `episode_length` bars starts anew, with its memory cleared,
     whenever it has run out, while the account goes on. Before each gap in the bars all positions are closed. A
     liquidated account stays flat.
     """
+    check_count("delay", delay, low=0)
+    check_range("noise", noise, low=0)
     if isinstance(policy, Agent):
         from tailguard.envs.spec import task_for
 
         if policy.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it cannot be backtested on bars")
         task, usable, panel = task_for(policy.spec, bars, config, dtype)
+        if noise:
+            task = replace(task, features=_perturbed(task.features, usable, noise, policy.spec.scaler.clip, seed))
         decide: _Decider = _AgentDecider(policy, task)
     else:
+        if noise:
+            raise ConfigError(f"noise: {noise:g} perturbs the features an agent sees; this policy sees none")
         panel = bars.panel("portfolio")
         market = build_market(panel, config, dtype=dtype)
         usable = np.ones(panel.rows, bool)
         task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
         decide = _FunctionDecider(policy, panel) if callable(policy) else _ArrayDecider(policy, panel)
-    return _run(task, decide, panel, usable)
+    return _run(task, decide, panel, usable, delay)
+
+
+def _perturbed(features: Tensor, usable: NDArray[np.bool_], noise: float, clip: float, seed: int) -> Tensor:
+    """Scaled features [R, F] with noise, inside the bounds of the scaler; one that never varies has no noise."""
+    deviation = features[torch.from_numpy(usable)].std(0, correction=0)
+    drawn = np.random.default_rng(seed).standard_normal(tuple(features.shape), dtype=np.float32)
+    return (features + noise * deviation * torch.from_numpy(drawn)).clamp(-clip, clip)
 
 
 class _Decider(Protocol):
@@ -203,7 +225,7 @@ def _stretches(panel: Panel, usable: NDArray[np.bool_]) -> Iterator[tuple[int, i
             yield int(begin), int(end) - 1
 
 
-def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.bool_]) -> BacktestResult:
+def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.bool_], delay: int) -> BacktestResult:
     stretches = list(_stretches(panel, usable))
     if not stretches:
         raise BarsError(
@@ -220,6 +242,7 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
     for stretch, (begin, end) in enumerate(stretches):
         state = task.begin(replace(account, row=torch.tensor([begin])))
         goes_on = stretch + 1 < len(stretches)
+        waiting = deque([np.full(panel.assets, HOLD)] * delay)
         for row in range(begin, end):
             new_window = int(state.age[0]) >= task.episode_length
             if new_window:
@@ -227,8 +250,10 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
             if liquidated or (goes_on and row == end - 1):
                 target = np.zeros(panel.assets)
             else:
-                target = decide(state, new_window or row == begin, first=not rows)
-                _check_target(target, panel, row, config)
+                asked = decide(state, new_window or row == begin, first=not rows)
+                _check_target(asked, panel, row, config)
+                waiting.append(asked)
+                target = waiting.popleft()
             tensor = torch.from_numpy(target)[None]
             state, transition = task.advance(state, tensor.nan_to_num(), tensor.isnan())
             liquidated = liquidated or bool(transition.liquidated[0])

@@ -1,0 +1,70 @@
+"""Would it survive? The same policy on the same bars, through the same market code, with one thing made worse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailguard.errors import ConfigError
+from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
+from tailguard.evaluate.baselines import Policy
+from tailguard.market import MarketConfig
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+COST_FACTORS = (0.0, 1.0, 2.0, 3.0)
+NOISE_LEVELS = (0.1, 0.3)
+SCALED = ("fee", "half_spread", "impact", "funding_rate", "borrow_rate", "liquidation_fee")
+"""Settings that a cost factor multiplies."""
+
+
+class Scenario(NamedTuple):
+    """One way the world could be less kind."""
+
+    name: str
+    result: BacktestResult
+
+
+def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
+    """All assumed costs times this factor. Funding rates observed in the bars are facts, like prices, and stay."""
+    try:
+        return replace(config, **{name: factor * getattr(config, name) for name in SCALED})
+    except ConfigError as error:
+        raise ConfigError(f"costs ×{factor:g}: {error}. Choose smaller cost factors") from error
+
+
+def stress_table(
+    policy: Agent | Policy | NDArray[np.float64],
+    bars: Bars,
+    config: MarketConfig | None = None,
+    *,
+    cost_factors: Sequence[float] = COST_FACTORS,
+    delays: Sequence[int] = (1,),
+    noise_levels: Sequence[float] = NOISE_LEVELS,
+    seed: int = 0,
+    before_each: Callable[[str], None] | None = None,
+) -> list[Scenario]:
+    """Backtests under each stress, one after the other: costs, fills that come later, features that are a bit wrong.
+
+    `config`: costs of the base case; an agent's own by default.
+    `noise_levels`: for an agent only; other policies see no features.
+    `before_each`: called with the name of each scenario before it runs, to show progress.
+    """
+    is_agent = isinstance(policy, Agent)
+    if config is None:
+        config = policy.spec.market if isinstance(policy, Agent) and policy.spec is not None else MarketConfig()
+    # Name, costs, delay and noise; all made first, so that a setting out of range fails before any work.
+    planned = [(f"costs ×{factor:g}", scaled_costs(config, factor), 0, 0.0) for factor in cost_factors]
+    planned += [(f"fills {delay} bar{'s' * (delay > 1)} later", config, delay, 0.0) for delay in delays]
+    planned += [(f"noise {level:g} sd", config, 0, level) for level in (noise_levels if is_agent else ())]
+    scenarios = []
+    for name, costs, delay, noise in planned:
+        if before_each is not None:
+            before_each(name)
+        scenarios.append(Scenario(name, backtest(policy, bars, costs, delay=delay, noise=noise, seed=seed)))
+    return scenarios
