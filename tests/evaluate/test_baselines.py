@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from datetime import timedelta
+
 import numpy as np
+import polars as pl
 import pytest
 
 import tailguard as tg
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import (
+    HOLD,
     BuyAndHold,
     Flat,
     Moment,
     MovingAverageCross,
     VolatilityTarget,
+    random_timing,
     standard_baselines,
 )
 from tailguard.market import MarketConfig
@@ -67,6 +73,69 @@ def test_flat_never_trades_and_buy_and_hold_trades_once(bars) -> None:
     # Bought with all equity at the second bar's open, costs taken from cash: final value = units · close − costs.
     expected = panel.close[-1, 0] / panel.open[1, 0] - 0.0006
     assert held.equity[-1] == pytest.approx(expected, rel=1e-12)
+
+
+def test_buy_and_hold_buys_again_after_a_gap(bars) -> None:
+    rows = pl.int_range(len(bars))
+    after = rows >= 600
+    gapped = replace(
+        bars,
+        frame=bars.frame.with_columns(
+            time=(pl.col("time") + pl.when(after).then(timedelta(days=3)).otherwise(timedelta(0))).cast(
+                bars.frame["time"].dtype
+            ),
+            segment=pl.col("segment") + after.cast(pl.Int32),
+        ),
+    )
+    held = tg.backtest(BuyAndHold(), gapped)
+    assert np.count_nonzero(held.turnover) == 3  # bought, sold before the gap, bought
+    assert (held.weights[600:] > 0.9).all()
+
+
+def smooth_targets(rows: int, seed: int) -> np.ndarray:
+    """A wandering position in [−1, 1], as an agent's would be."""
+    steps = np.random.default_rng(seed).normal(size=rows + 24)
+    return np.tanh(np.convolve(steps, np.ones(25) / 5, "valid"))[:, None]
+
+
+def test_random_timing_turns_over_what_the_agent_does(bars) -> None:
+    agent = tg.backtest(smooth_targets(len(bars), 1), bars)
+    moved = [tg.backtest(random_timing(agent, bars, np.random.default_rng(seed)), bars).metrics for seed in range(2)]
+    for figures in moved:
+        assert figures["turnover_per_day"] == pytest.approx(agent.metrics["turnover_per_day"], rel=0.03)
+        assert figures["exposure"] == pytest.approx(agent.metrics["exposure"], rel=0.03)
+    assert len({figures["total_return"] for figures in moved}) == 2
+
+
+def test_random_timing_keeps_trades_rare_where_they_were_rare(bars) -> None:
+    targets = np.full((len(bars), 1), HOLD)
+    targets[100::200] = np.array([[0.5], [-0.5], [0.0], [1.0], [0.3], [-0.2]])
+    agent = tg.backtest(targets, bars)
+    moved = tg.backtest(random_timing(agent, bars, np.random.default_rng(0)), bars)
+    assert np.count_nonzero(moved.turnover) == np.count_nonzero(agent.turnover) == 6
+    assert moved.turnover.sum() == pytest.approx(agent.turnover.sum(), rel=0.25)  # −0.2 to 0.5 at the seam is new
+
+
+def test_random_timing_earns_nothing_without_drift_whatever_the_agent_knew() -> None:
+    """Prices without drift, an agent that knows the next bar: at other times its gross gain averages to nothing."""
+    gains, known = [], []
+    for seed in range(8):
+        market = tg.make_market(250, seed=seed, signal=0.0)
+        panel = market.bars.panel()
+        targets = np.append(np.sign(panel.close[1:] - panel.open[1:]), [[0.0]], axis=0) * 0.5
+        agent = tg.backtest(targets, market.bars)
+        moved = tg.backtest(random_timing(agent, market.bars, np.random.default_rng(seed)), market.bars)
+        known.append(agent.pnl.mean())
+        gains.append(moved.pnl.mean())
+    error = np.std(gains, ddof=1) / np.sqrt(len(gains))
+    assert abs(np.mean(gains)) < 2.5 * error
+    assert np.mean(known) > 10 * np.mean(np.abs(gains))
+
+
+def test_random_timing_refuses_other_bars(bars) -> None:
+    agent = tg.backtest(np.zeros((len(bars), 1)), bars)
+    with pytest.raises(ConfigError, match="these bars"):
+        random_timing(agent, tg.make_market(300, seed=1, frequency="15m").bars, np.random.default_rng(0))
 
 
 def test_baselines_keep_inside_the_allowed_leverage(bars) -> None:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.errors import ConfigError
 from tailguard.validate import check_count, check_range
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+    from tailguard.evaluate.backtest import BacktestResult
 
 Float = NDArray[np.float64]
 
@@ -53,13 +59,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class BuyAndHold:
-    """Buys all assets in equal parts at the start and leaves them alone."""
+    """Buys all assets in equal parts, at the start and after every gap that closed them, and leaves them alone."""
 
     exposure: float = 1.0
     """Gross weight bought."""
 
     def __call__(self, moment: Moment) -> Float:
-        if moment.first:
+        if not moment.weights.any():
             return np.full_like(moment.weights, self.exposure / len(moment.weights))
         return np.full_like(moment.weights, HOLD)
 
@@ -123,3 +129,27 @@ def standard_baselines(leverage: float = 1.0, allow_short: bool = True) -> dict[
         "volatility target": VolatilityTarget(exposure=full),
         "flat": Flat(),
     }
+
+
+def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Generator) -> Float:
+    """The agent's own decisions at other times: a random policy of its turnover and exposure, as target weights [R, A].
+
+    Its targets are moved along the bars by a random number of them, a tenth to nine tenths of the record, those pushed
+    over the end coming in at the beginning. Size, frequency and length of the trades stay what they were, and so do
+    costs; what is gone is any relation to the prices they meet. A policy that earns its money by timing does worse at
+    other times, one that is paid for its exposure does not.
+    """
+    panel = bars.panel("portfolio")
+    rows = np.searchsorted(panel.time, result.time) - 1
+    if (
+        result.targets.shape[1] != panel.assets
+        or rows.min() < 0
+        or rows.max() + 1 >= panel.rows
+        or (panel.time[rows + 1] != result.time).any()
+    ):
+        raise ConfigError("random timing: the result was not made on these bars; pass the bars it was backtested on")
+    count = len(rows)
+    shift = int(generator.integers(count // 10, count - count // 10))
+    targets = np.zeros((panel.rows, panel.assets))
+    targets[rows] = np.roll(result.targets, shift, axis=0)
+    return targets
