@@ -191,15 +191,16 @@ def test_gradients_equal_finite_differences(alpha: float, method: TailMethod) ->
         assert torch.autograd.gradcheck(lambda q: var_from_quantiles(q, alpha, method), (quantiles,))
 
 
-def test_gradients_sum_to_one_where_quantiles_are_tied() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_sum_to_one_where_quantiles_are_tied(dtype: torch.dtype) -> None:
     """Shift equivariance as a gradient; tied, half tied and constant quantiles must not make it NaN."""
-    rows = torch.zeros(3, 16, dtype=torch.float64)
+    rows = torch.zeros(3, 16, dtype=dtype)
     rows[0, 0], rows[1, :8], rows[1, 8:] = -1.0, -2.0, 1.0
     for alpha in (0.01, 0.2, 1.0):
         quantiles = rows.clone().requires_grad_()
         cvar_from_quantiles(quantiles, alpha).sum().backward()  # type: ignore[no-untyped-call]
         assert quantiles.grad is not None
-        assert quantiles.grad.sum(-1).numpy() == pytest.approx(1.0, abs=1e-9)
+        assert quantiles.grad.sum(-1).numpy() == pytest.approx(1.0, abs=1e-5 if dtype == torch.float32 else 1e-9)
     assert cvar_from_quantiles(rows[2] + 5.0, 0.01).item() == 5.0
 
 
@@ -373,6 +374,10 @@ def test_whole_weights_are_repetitions(pairs: list[tuple[float, int]], alpha: fl
         assert var_from_samples(samples, alpha, 0.3 * weights).item() == var_from_samples(repeated, alpha).item()
 
 
+def test_weighted_var_at_level_one_is_the_best_sample_in_spite_of_rounding() -> None:
+    assert var_from_samples(torch.arange(10.0), 1.0, torch.full((10,), 0.1)).item() == 9.0
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 def test_rockafellar_uryasev(weighted: bool) -> None:
     """CVaR = max over ν of ν − E[(ν − R)₊]/α, attained at VaR; the maximum is at a sample, so all are tried."""
@@ -443,6 +448,18 @@ def test_pareto_tail_beats_the_empirical_cvar_beyond_the_samples() -> None:
     assert 0.94 < fitted.mean().item() < 1.0
     assert empirical.mean().item() < 0.93
     assert (fitted - 1).square().mean() < 0.65 * (empirical - 1).square().mean()
+
+
+def test_pareto_tail_of_shape_zero_is_exponential() -> None:
+    """Excesses 18 and sixteen times 1: E[Y] = 2 and E[Y (1 − F)] = ½, hence exactly ξ = 0, σ = 2."""
+    samples = torch.zeros(170, dtype=torch.float64)
+    samples[0], samples[1:17] = -18.0, -1.0
+    samples.requires_grad_()
+    found = cvar_gpd_from_samples(samples, 0.01)
+    assert found.item() == pytest.approx(-2.0 * (math.log(10) + 1))
+    found.backward()  # type: ignore[no-untyped-call]
+    assert samples.grad is not None
+    assert samples.grad.isfinite().all()
 
 
 def test_pareto_tail_of_equal_excesses_is_that_point() -> None:
