@@ -135,6 +135,12 @@ def test_a_longer_horizon_is_a_larger_and_less_certain_loss() -> None:
     assert day.tail_windows == pytest.approx(0.05 * 3_000 / 24)
 
 
+def test_blocks_are_never_shorter_than_the_windows() -> None:
+    """Equity that jumps around a level: windows look independent of their neighbours, and still share their bars."""
+    equity = 1 + 0.001 * np.random.default_rng(9).normal(size=2_000)
+    assert risk_budget(equity, -0.03, np.random.default_rng(0), horizon=24).cvar.block == 24
+
+
 def test_an_account_that_never_moved_kept_its_budget() -> None:
     found = risk_budget(np.ones(500), -0.04, np.random.default_rng(0), horizon=24)
     assert found.verdict == Verdict.KEPT
