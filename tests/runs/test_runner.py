@@ -11,33 +11,17 @@ import pytest
 from rich.console import Console
 
 import tailguard as tg
-from tailguard.config import load_config
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.table import growth, percent, print_table
 from tailguard.runs.runner import AGENT, ORACLE, RunResult, train, verdict
 
-SMALL = (
-    "data.synthetic_bars=2500",
-    "data.synthetic_signal=30",
-    "data.features=[return_24, taker_imbalance_6]",
-    "data.embargo=1d",
-    "env.num_envs=8",
-    "env.episode_length=32",
-    "ppo.n_steps=16",
-    "ppo.minibatch_size=64",
-    "ppo.epochs=1",
-    "ppo.network.hidden=[8]",
-    "ppo.network.lstm_size=8",
-    "training.total_timesteps=256",
-    "training.threads=1",
-)
-
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[RunResult, str]:
+def finished(tmp_path_factory, small_config) -> tuple[RunResult, str]:
     console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115 (lives as long as the console)
-    result = train(load_config(overrides=SMALL), tmp_path_factory.mktemp("runs") / "small", console)
+    config = small_config("training.total_timesteps=256")
+    result = train(config, tmp_path_factory.mktemp("runs") / "small", console)
     return result, console.export_text()
 
 
@@ -73,16 +57,15 @@ def test_the_verdict_does_not_flatter(bars, finished) -> None:
     assert "planted" not in words
 
 
-def test_an_existing_run_is_not_overwritten(finished) -> None:
-    result, _ = finished
-    with pytest.raises(ConfigError, match="exists already"):
-        train(load_config(overrides=SMALL), result.folder, Console(quiet=True))
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: Path, small_config, quiet) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write there"):
-        train(load_config(overrides=SMALL), tmp_path / "file" / "run", Console(quiet=True))
+        train(small_config(), tmp_path / "file" / "run", quiet)
+    (tmp_path / "notes").write_text("mine")
+    for replace in (False, True):
+        with pytest.raises(ConfigError, match="exists already and holds no run"):
+            train(small_config(), tmp_path, quiet, replace=replace)
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 def test_numbers_as_people_write_them() -> None:

@@ -110,9 +110,7 @@ def resume_run(folder: Path, console: Console, ask: Callable[[str], bool] = _say
 
 def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
     """Begin a run in the folder, or make sure that the one in it may go on; returns whether it goes on."""
-    if run.holds_a_run() and replace:
-        run.clear()
-    if run.holds_a_run():
+    if run.holds_a_run() and not replace:
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
             raise ConfigError(
@@ -120,7 +118,9 @@ def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bo
                 "or choose another --name"
             )
         return True
-    if not run.is_free():
+    if run.holds_a_run():
+        run.clear()
+    elif not run.is_free():
         raise ConfigError(f"{run.path}: the folder exists already and holds no run; choose another --name")
     run.begin(config)
     return False

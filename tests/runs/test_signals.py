@@ -1,0 +1,48 @@
+"""The first signal is a wish, the second an order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tailguard.runs.signals import StopSignals
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_ends_the_process_at_once(first: int, second: int) -> None:
+    child = os.fork()
+    if child == 0:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), first)
+            if stop.received == first:
+                os.kill(os.getpid(), second)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == second
+
+
+def test_afterwards_signals_mean_what_they_meant_before() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    found: list[object] = []
+
+    def work() -> None:
+        with StopSignals() as stop:
+            found.extend([stop.received, signal.getsignal(signal.SIGTERM)])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [None, before]
