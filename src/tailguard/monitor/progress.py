@@ -12,7 +12,7 @@ PLAIN_LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows steps, rate, reward, KL, alarms and time left. With `shown` false it does nothing at all."""
+    """Shows steps, rate, reward, tail risk, KL, alarms and time left. With `shown` false it does nothing at all."""
 
     def __init__(self, total: int, shown: bool = True, label: str = "training") -> None:
         self.total, self.shown, self.label = total, shown, label
@@ -79,10 +79,18 @@ def describe(metrics: dict[str, float]) -> str:
         parts.append(f"P&L {100 * pnl:+.2f} %/episode")
     elif math.isfinite(reward):
         parts.append(f"reward {reward:.4g}")
+    tail = metrics.get("risk/cvar_realised", math.nan)
+    if math.isfinite(tail):
+        parts.append(f"CVaR {100 * tail:+.2f} %")
+    price = metrics.get("risk/lambda", math.nan)
+    if math.isfinite(price):
+        parts.append(f"λ {price:.2f}")
     kl = metrics.get("train/approx_kl", math.nan)
     if math.isfinite(kl):
         parts.append(f"KL {kl:.3f}")
-    alarms = [value for name, value in metrics.items() if name.startswith("warn/")]
-    if alarms:
-        parts.append(f"{sum(alarms):.0f} alarm{'' if sum(alarms) == 1 else 's'}")
+    counts = [value for name, value in metrics.items() if name.startswith("warn/")]
+    if counts:
+        # Kinds, as many as messages were printed: their counts grow with every bad iteration.
+        kinds = sum(value > 0 for value in counts)
+        parts.append(f"{kinds} alarm{'' if kinds == 1 else 's'}")
     return "  ".join(parts)

@@ -1,0 +1,99 @@
+"""TensorBoard: curves, the fan of the return's quantiles, histograms of actions and weights, alarms as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tailguard.monitor.histograms import histograms
+from tailguard.monitor.metrics import FAN
+from tailguard.monitor.recording import FigureWriter
+from tailguard.validate import check_count
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tailguard.monitor.health import Alarm
+
+QUANTILES = tuple(f"critic/return_p{round(100 * level):02d}" for level in FAN)
+
+
+class TensorBoardWriter(FigureWriter):
+    """Everything against environment steps, in `folder`.
+
+    `histogram_every`: iterations between two histograms of the actions and of each weight.
+
+    A folder that holds curves already is gone on with: what they say beyond the agent's step is taken as never written,
+    so that a run that goes on from a checkpoint leaves one curve, not two on top of each other.
+    """
+
+    def __init__(self, folder: Path, histogram_every: int = 10) -> None:
+        check_count("histogram_every", histogram_every)
+        self.folder, self.histogram_every = folder, histogram_every
+        self.writer: Any = None
+        self.laid_out = False
+
+    def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
+        # TensorBoard takes a second to import; only who writes for it should wait.
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().on_training_start(locals_, globals_)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.model.num_timesteps + 1)
+        self.laid_out = False
+
+    def on_rollout_end(self) -> None:
+        super().on_rollout_end()
+        if (self.model.state.iteration - 1) % self.histogram_every == 0:
+            self._write_histograms(self.model.num_timesteps)
+        # A checkpoint may follow, and the curves must not be shorter than it when the process is killed.
+        self.writer.flush()
+
+    def write(self, figures: Mapping[str, float], step: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]  # has no types
+
+        # One event for all of them: `add_scalar` for each costs twenty times as much.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)
+        if not self.laid_out and figures.keys() >= set(QUANTILES):
+            self.writer.add_custom_scalars(return_fan())
+            self.laid_out = True
+
+    def warn(self, alarm: Alarm) -> None:
+        self.writer.add_text(f"alarms/{alarm.name}", str(alarm), alarm.step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _write_histograms(self, step: int) -> None:
+        for name, found in histograms(self._tensors()).items():
+            self.writer.add_histogram_raw(
+                name,
+                min=found.low,
+                max=found.high,
+                num=found.number,
+                sum=found.total,
+                sum_squares=found.squares,
+                bucket_limits=found.edges,
+                bucket_counts=found.counts,
+                global_step=step,
+            )
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What the environment was told to do in the rows that count, by dimension, and all weights."""
+        rollout, agent = self.model.snapshot.rollout, self.model.agent
+        actions = agent.action_head.to_env(rollout.actions)[rollout.valid]
+        tensors = {f"actions/{index}": column for index, column in enumerate(actions.unbind(-1)) if len(column)}
+        return tensors | {f"weights/{name}": weight.detach() for name, weight in agent.named_parameters()}
+
+
+def return_fan() -> dict[str, dict[str, list[Any]]]:
+    """Layout of the Custom Scalars page: the return's quantiles in one chart, and as bands around the median."""
+    p05, p25, p50, p75, p95 = QUANTILES
+    return {
+        "return": {
+            "quantiles that the critics expect": ["Multiline", [p05, p25, p50, p75, p95]],
+            "median, 5 % to 95 %": ["Margin", [p50, p05, p95]],
+            "median, 25 % to 75 %": ["Margin", [p50, p25, p75]],
+        }
+    }

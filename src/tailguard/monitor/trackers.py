@@ -1,0 +1,108 @@
+"""Experiment trackers, for those who have one: MLflow and Weights & Biases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tailguard.errors import MissingExtraError
+from tailguard.monitor.recording import STEP, FigureWriter
+
+if TYPE_CHECKING:
+    from tailguard.monitor.health import Alarm
+
+MLFLOW_PARAMETERS_A_CALL = 100
+"""More than these the server refuses."""
+
+
+class MLflowWriter(FigureWriter):
+    """One run in MLflow: the learner's settings as parameters, the figures as metrics, alarms as tags.
+
+    `run_name`, `experiment`: what it is called. `tracking_uri`: the server or folder; MLflow's own setting by default.
+    `run_id`: an earlier run to go on with.
+    """
+
+    def __init__(
+        self,
+        run_name: str | None = None,
+        experiment: str = "tailguard",
+        tracking_uri: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        mlflow = _optional("mlflow", "Writing figures to MLflow")
+        self.entities = mlflow.entities
+        # A client of our own: the user's active run, if there is one, is left alone.
+        self.client = mlflow.MlflowClient(tracking_uri)
+        self.experiment, self.run_name, self.run_id = experiment, run_name, run_id
+
+    def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
+        super().on_training_start(locals_, globals_)
+        if self.run_id is not None:
+            self.client.update_run(self.run_id, status="RUNNING")
+            return
+        known = self.client.get_experiment_by_name(self.experiment)
+        experiment_id = self.client.create_experiment(self.experiment) if known is None else known.experiment_id
+        self.run_id = self.client.create_run(experiment_id, run_name=self.run_name).info.run_id
+        settings = [self.entities.Param(name, str(value)) for name, value in flat(asdict(self.model.config))]
+        for first in range(0, len(settings), MLFLOW_PARAMETERS_A_CALL):
+            self.client.log_batch(self.run_id, params=settings[first : first + MLFLOW_PARAMETERS_A_CALL])
+
+    def write(self, figures: Mapping[str, float], step: int) -> None:
+        now = round(1000 * time.time())
+        metrics = [self.entities.Metric(name, float(value), now, step) for name, value in figures.items()]
+        self.client.log_batch(self.run_id, metrics=metrics)
+
+    def warn(self, alarm: Alarm) -> None:
+        self.client.set_tag(self.run_id, f"alarm.{alarm.name}", str(alarm))
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
+class WandbWriter(FigureWriter):
+    """One run in Weights & Biases: the learner's settings, the figures, alarms as alerts.
+
+    `project`: where it belongs. `options`: further arguments of `wandb.init`, like `name`, `mode="offline"`, `dir`, or
+    `id` with `resume="allow"` to go on with an earlier run.
+    """
+
+    def __init__(self, project: str = "tailguard", **options: Any) -> None:
+        self.wandb = _optional("wandb", "Writing figures to Weights & Biases")
+        self.project, self.options = project, options
+
+    def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
+        super().on_training_start(locals_, globals_)
+        self.run = self.wandb.init(project=self.project, config=asdict(self.model.config), **self.options)
+        # Its own counter may only grow, and a run that goes on from a checkpoint steps back.
+        self.run.define_metric("*", step_metric=STEP)
+
+    def write(self, figures: Mapping[str, float], step: int) -> None:
+        self.run.log({**figures, STEP: step})
+
+    def warn(self, alarm: Alarm) -> None:
+        self.run.alert(title=f"alarm {alarm.name}", text=str(alarm), level=self.wandb.AlertLevel.WARN)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings inside settings with a dot between their names."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _optional(package: str, purpose: str) -> Any:
+    """A package that comes with the extra of its name; that it is there and broken is another matter."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingExtraError(package, package, purpose) from None
