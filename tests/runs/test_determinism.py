@@ -56,16 +56,16 @@ def trace() -> list[dict[str, Any]]:
 
 def machine() -> dict[str, str]:
     """What bit-identical arithmetic depends on. Matrix libraries choose their kernels by the processor's model."""
-    model = "unknown"
+    facts = {}
     if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+        lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+        facts = {name.strip(): value.strip() for name, _, value in lines}
     return {
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
-        "processor": model,
+        "processor": " ".join(facts.get(name, "") for name in ("model name", "cpu family", "model", "stepping")),
     }
 
 
