@@ -541,6 +541,17 @@ OF_VALUES: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OF_VALUES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    """Tensors without data, like those still being computed, cannot be read by the host."""
+    fixed = {"cvar_from_atoms": lambda x, alpha: cvar_from_atoms(x, x[0], alpha, x.sum())}
+    fixed |= {"weighted cvar": lambda x, alpha: cvar_from_samples(x, alpha, x)}
+    fixed |= {"weighted var": lambda x, alpha: var_from_samples(x, alpha, x)}
+    found = fixed.get(name, OF_VALUES[name])(torch.empty(3, 40, device="meta"), 0.05)
+    assert found.shape == (3,)
+    assert found.device.type == "meta"
+
+
+@pytest.mark.parametrize("name", OF_VALUES)
 @pytest.mark.parametrize("alpha", [0.0, -0.1, 1.1, math.nan])
 def test_alpha_out_of_range_is_refused(name: str, alpha: float) -> None:
     with pytest.raises(ConfigError, match="alpha"):

@@ -45,8 +45,7 @@ def cvar_from_quantiles(quantiles: Tensor, alpha: float, method: TailMethod = "t
       quantiles (see `tail_heaviness`). h is 0 for every Normal, which thus stays exact; so is every h-distribution.
 
     Affine equivariant for positive scales, and increasing in α. At α = 1 it is the mean of the interpolated
-    distribution, which is the centre of symmetric quantiles, and the average of the N quantiles for no other reason:
-    that average leaves the outer tails out.
+    distribution: the centre of symmetric quantiles, but not in general their average, which has no outer tails.
 
     quantiles: [..., N] at the levels (i + ½)/N, N ≥ 2, in any order
     returns:   [...], dtype of the quantiles
