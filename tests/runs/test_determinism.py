@@ -22,8 +22,8 @@ from tailguard.envs.trading import TradingEnv
 from tailguard.optim.config import VGSConfig
 
 TRACE = Path(__file__).with_name("trace.json")
-TOLERANCE = 2e-4
-"""Other machines' kernels round otherwise, and learning multiplies the difference from iteration to iteration."""
+TOLERANCE = 1e-5
+"""Other kernels round otherwise: without vector instructions the figures of this run differ by 2e-7 at most."""
 
 
 def learner(num_envs: int = 8, **options: Any) -> DistributionalPPO:
