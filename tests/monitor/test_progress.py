@@ -19,9 +19,22 @@ from tailguard.monitor.progress import Progress, describe
         ({"rollout/ep_rew_mean": 203.457}, "reward 203.5"),
         ({"rollout/ep_rew_mean": 0.01, "rollout/ep_pnl_mean": 0.0052}, "P&L +0.52 %/episode"),
         ({"rollout/ep_rew_mean": math.nan, "time/fps": math.nan}, ""),
-        ({"warn/skipped_nonfinite": 2, "warn/constant_advantages": 1}, "3 alarms"),
+        ({"risk/cvar_realised": -0.0364, "risk/lambda": 0.2149}, "CVaR -3.64 %  λ 0.21"),
+        ({"risk/cvar_realised": math.nan, "risk/lambda": 0.0}, "λ 0.00"),
+        (
+            {
+                "warn/lstm_dead": 0.0,
+                "train/approx_kl": 0.0081,
+                "risk/lambda": 0.21,
+                "risk/cvar_realised": 0.001,
+                "rollout/ep_pnl_mean": -0.004,
+                "time/fps": 58_312.0,
+            },
+            "58.3 k/s  P&L -0.40 %/episode  CVaR +0.10 %  λ 0.21  KL 0.008  0 alarms",
+        ),
+        ({"warn/skipped_nonfinite": 200, "warn/constant_advantages": 1, "warn/lstm_dead": 0}, "2 alarms"),
         ({"warn/skipped_nonfinite": 0}, "0 alarms"),
-        ({"warn/skipped_nonfinite": 1}, "1 alarm"),
+        ({"warn/skipped_nonfinite": 31}, "1 alarm"),
     ],
 )
 def test_figures_in_words(metrics: dict[str, float], words: str) -> None:
