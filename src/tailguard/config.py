@@ -96,7 +96,9 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         check_count("training.total_timesteps", self.total_timesteps)
         check_count("training.seed", self.seed, low=0)
+        check_range("training.seed", self.seed, high=2**62)
         check_count("training.threads", self.threads, low=0)
+        check_range("training.threads", self.threads, high=1024)
         check_count("training.checkpoint_steps", self.checkpoint_steps, low=0)
         check_range("training.checkpoint_minutes", self.checkpoint_minutes, low=0, low_open=True)
         check_count("training.keep_checkpoints", self.keep_checkpoints)

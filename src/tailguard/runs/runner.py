@@ -85,7 +85,7 @@ def train(
     run = RunFolder(folder)
     with run.claimed():
         goes_on = _prepare_folder(run, config, replace, resume, ask)
-        agent, split, synthetic = _prepare_agent(config, run, console)
+        agent, split, synthetic = prepare_agent(config, run, console)
         store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
         store.clean()
         if goes_on:
@@ -126,9 +126,10 @@ def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bo
     return False
 
 
-def _prepare_agent(
+def prepare_agent(
     config: RunConfig, run: RunFolder, console: Console
 ) -> tuple[DistributionalPPO, Split, SyntheticMarket | None]:
+    _check_device(config.training.device)
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
     console.print(
@@ -143,6 +144,14 @@ def _prepare_agent(
     agent = _agent(config, split)
     console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
     return agent, split, synthetic
+
+
+def _check_device(name: str) -> None:
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"training.device: {name!r} cannot be used: {reason}. Choose cpu, or cuda") from error
 
 
 def _take_up(
