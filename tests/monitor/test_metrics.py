@@ -78,6 +78,8 @@ def test_spread_and_crossing_of_quantiles(trained: tg.DistributionalPPO) -> None
     raw = np.stack([view.output.distribution.numpy() for view in views])  # type: ignore[union-attr]
     assert trained.metrics["critic/quantile_crossing"] == pytest.approx((np.diff(raw, axis=-1) < 0).mean(), abs=1e-6)
     assert 0 < trained.metrics["critic/quantile_crossing"] < 0.7
+    depth = np.maximum(-np.diff(raw, axis=-1), 0).sum(-1).mean()
+    assert trained.metrics["critic/quantile_crossing_depth"] == pytest.approx(depth, rel=1e-4)
     mean = np.sort(np.stack([view.quantiles.double().numpy() for view in views]).mean(0), -1)  # type: ignore[union-attr]
     assert trained.metrics["critic/quantile_spread"] == pytest.approx(mean.std(-1).mean(), rel=1e-4)
     assert trained.metrics["critic/return_p05"] == pytest.approx(mean[..., 0].mean(), rel=1e-3, abs=1e-7)

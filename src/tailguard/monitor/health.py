@@ -127,11 +127,14 @@ def gradient_exploding(figures: Figures, past: Past) -> str | None:
 
 
 def quantile_crossing(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
-    """Quantiles out of order."""
-    share = _value(figures, "critic/quantile_crossing")
-    if not share > 0.1:
+    """Quantiles out of order, and by more than a return that hardly varies explains."""
+    share, depth = _value(figures, "critic/quantile_crossing"), _value(figures, "critic/quantile_crossing_depth")
+    if not (share > 0.1 and depth > 0.1):
         return None
-    return f"{100 * share:.0f} % of neighbouring return quantiles stand in the wrong order."
+    return (
+        f"{100 * share:.0f} % of neighbouring return quantiles stand in the wrong order, "
+        f"by {depth:.2f} standard deviations of the return in all."
+    )
 
 
 def normaliser_drift(figures: Figures, past: Past) -> str | None:  # noqa: ARG001

@@ -76,13 +76,17 @@ class Snapshot:
         return torch.stack(found).mean(0).sort(-1).values if found else None
 
     @cached_property
-    def crossing(self) -> Tensor | None:
-        """Share of neighbouring quantiles that stand in the wrong order, mean over the critics, [T, N]."""
-        shares = []
-        for critic, view in zip(self.agent.each_critic(), self.estimates.views, strict=True):
-            if isinstance(critic.distribution, QuantileCritic) and view.output.distribution is not None:
-                shares.append((view.output.distribution.diff(dim=-1) < 0).float().mean(-1))
-        return torch.stack(shares).mean(0) if shares else None
+    def gaps(self) -> Tensor | None:
+        """From each quantile that a critic gives to the next, in standard deviations of the return, [C, T, N, Q − 1].
+
+        As the critics say them, before they are sorted: below 0 where two stand in the wrong order.
+        """
+        found = [
+            view.output.distribution.diff(dim=-1)
+            for critic, view in zip(self.agent.each_critic(), self.estimates.views, strict=True)
+            if isinstance(critic.distribution, QuantileCritic) and view.output.distribution is not None
+        ]
+        return torch.stack(found) if found else None
 
 
 def explained_variance(found: Snapshot) -> Tensor:
@@ -122,6 +126,13 @@ DISTRIBUTION: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
 }
 """Figures of the return's distribution, where there is one."""
 
+CROSSING: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
+    "critic/quantile_crossing": lambda found, gaps: found.mean((gaps < 0).float().mean((0, -1))),
+    "critic/quantile_crossing_depth": lambda found, gaps: found.mean(gaps.clamp(max=0).neg().sum(-1).mean(0)),
+}
+"""Quantiles in the wrong order: the share of neighbours, and how far a critic's quantiles fall back in all. A return
+that hardly varies leaves them in any order without harm, so that only the two together say that something is wrong."""
+
 HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hidden_mean": lambda hidden: hidden.mean(),
     "hidden_std": lambda hidden: hidden.std(correction=0),
@@ -155,8 +166,9 @@ def iteration_figures(found: Snapshot, detailed: bool = True) -> dict[str, Tenso
     if found.quantiles is not None:
         quantiles = found.quantiles
         figures |= {name: figure(found, quantiles) for name, figure in DISTRIBUTION.items()}
-    if found.crossing is not None:
-        figures["critic/quantile_crossing"] = found.mean(found.crossing)
+    if found.gaps is not None:
+        gaps = found.gaps
+        figures |= {name: figure(found, gaps) for name, figure in CROSSING.items()}
     for trunk, memory in zip(found.agent.trunk_names, found.memory, strict=True):
         for layer, hidden in enumerate(memory[0] if memory else ()):
             figures |= {f"lstm/{trunk}_{layer}_{name}": figure(hidden) for name, figure in HIDDEN.items()}
