@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "list.yaml").write_text("- 1\n- 2\n")
     (place / "folder.yaml").mkdir()
     (place / "binary.yaml").write_bytes(bytes(range(256)))
-    make_market(60, seed=1).save(place / "bars.csv")
+    make_market(12, seed=1).save(place / "bars.csv")
     return place
 
 
