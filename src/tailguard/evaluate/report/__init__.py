@@ -1,0 +1,23 @@
+"""The report: what a run did on bars it never saw, on one page that needs nothing but a browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tailguard.errors import ConfigError
+from tailguard.evaluate.report.collect import Evidence
+from tailguard.evaluate.report.sections import report_page
+from tailguard.sealed import replace_synced
+
+
+def write_report(evidence: Evidence, path: Path) -> None:
+    """Write the page; a report that is there already is replaced, whole."""
+    write_page(report_page(evidence).html(f"{evidence.name} · Tailguard report"), path)
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write an HTML file, the old one or the new one whenever it is read."""
+    try:
+        replace_synced(path, text.encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

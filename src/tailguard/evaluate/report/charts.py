@@ -1,0 +1,247 @@
+"""The charts of a report, each a pure function of what was collected. Every axis has its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from numpy.typing import NDArray
+from plotly.subplots import make_subplots
+
+from tailguard.evaluate import metrics
+from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.bootstrap import Interval
+from tailguard.evaluate.calibration import RiskBudget
+from tailguard.evaluate.report.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PALETTE,
+    VERMILLION,
+    dress,
+    figure,
+    label,
+    line_of,
+    spaced,
+    thin,
+    times,
+)
+from tailguard.evaluate.report.verdict import window_in_words
+from tailguard.evaluate.stress import Scenario
+
+Float = NDArray[np.float64]
+
+LOG_RATIO = 4.0
+"""Highest over lowest equity beyond which equal steps of growth need a logarithmic axis."""
+ROLLING_DAYS = 30
+TAIL = 0.05
+MARKED_TRADES = 300
+"""Largest trades that are marked on the price; more would hide it."""
+DAY_MS = 86_400_000
+
+
+def equity_chart(results: Mapping[str, BacktestResult], hidden: Sequence[str] = ("flat",)) -> go.Figure:
+    """Equity of each policy and, below, its fall from the highest equity so far."""
+    chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
+    for position, (name, result) in enumerate(results.items()):
+        line, when = line_of(name, position), close_times(result)
+        visible = "legendonly" if name in hidden else True
+        fall = 100 * metrics.drawdowns(result.equity) if result.equity.min() > 0 else None
+        for row, values in ((1, result.equity), (2, fall)):
+            if values is None:
+                continue
+            shown = thin(values)
+            chart.add_scatter(
+                x=times(when[shown]),
+                y=values[shown],
+                name=label(name),
+                legendgroup=label(name),
+                showlegend=row == 1,
+                visible=visible,
+                line=line,
+                fill="tozeroy" if row == 2 and name == "agent" else None,
+                fillcolor="rgba(0, 114, 178, 0.15)",
+                hovertemplate="%{y:.3f}" if row == 1 else "%{y:.1f} %",
+                row=row,
+                col=1,
+            )
+    lowest = min(result.equity.min() for result in results.values())
+    highest = max(result.equity.max() for result in results.values())
+    logarithmic = lowest > 0 and highest / lowest > LOG_RATIO
+    title = "equity, start = 1" + (", log scale" if logarithmic else "")
+    chart.update_yaxes(title_text=title, type="log" if logarithmic else "linear", row=1, col=1)
+    chart.update_yaxes(title_text="below its high, %", row=2, col=1)
+    if logarithmic:
+        chart.update_yaxes(dtick="D2" if highest / lowest < 300 else 1, row=1, col=1)
+    return dress(chart, 560)
+
+
+def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: RiskBudget | None) -> go.Figure:
+    """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit."""
+    own, held = results["agent"], results["buy & hold"]
+    alpha = TAIL if budget is None else budget.alpha
+    returns, others = (100 * metrics.horizon_returns(result.equity, horizon) for result in (own, held))
+    everything = np.concatenate([returns, others])
+    low, high = (float(value) for value in np.quantile(everything, (0.001, 0.999)))
+    edges = np.linspace(low, high, 61) if high > low else np.linspace(-1.0, 1.0, 61)
+    middles = (edges[1:] + edges[:-1]) / 2
+    inside = (np.clip(each, edges[0], edges[-1]) for each in (returns, others))
+    shares = [100 * np.histogram(each, edges)[0] / len(each) for each in inside]
+    chart = figure(380, bargap=0, barmode="overlay")
+    chart.add_bar(x=middles, y=shares[0], name="agent", marker_color=BLUE, hovertemplate="%{y:.1f} %")
+    step = {"color": ORANGE, "shape": "hvh"}
+    chart.add_scatter(x=middles, y=shares[1], name=label("buy & hold"), line=step, hovertemplate="%{y:.1f} %")
+    marks = [
+        (f"VaR {100 * alpha:g} %", metrics.value_at_risk(returns, alpha), GREY, "dot"),
+        (f"CVaR {100 * alpha:g} %", metrics.cvar(returns, alpha), VERMILLION, "solid"),
+    ]
+    if budget is not None:
+        marks.append(("limit", 100 * budget.limit, PALETTE[2], "dash"))
+    top = float(max(shares[0].max(), shares[1].max()))
+    for name, value, colour, dash in marks:
+        # Lines as traces, so that they stand in the legend with their values.
+        chart.add_scatter(
+            x=[value, value],
+            y=[0, top],
+            mode="lines",
+            name=f"{name}: {value:+.1f} %",
+            line={"color": colour, "dash": dash, "width": 2.5},
+            hoverinfo="skip",
+        )
+    chart.update_xaxes(title_text=f"return over {window_in_words(horizon, own.bars_per_year)}, %")
+    chart.update_yaxes(title_text="share of windows, %")
+    return chart
+
+
+def rolling_chart(results: Mapping[str, BacktestResult]) -> go.Figure | None:
+    """Volatility and CVaR of a bar over the last 30 days; none for a record that is not longer."""
+    own = results["agent"]
+    window = round(ROLLING_DAYS * own.bars_per_year / metrics.DAYS_PER_YEAR)
+    if window < 20 or len(own.net) <= window:
+        return None
+    chart = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07)
+    for name in ("agent", "buy & hold"):
+        result = results[name]
+        ends = spaced(len(result.net) - window + 1, 400) + window
+        pieces = [result.net[end - window : end] for end in ends]
+        volatility = [100 * metrics.volatility(piece, result.bars_per_year) for piece in pieces]
+        tail = [100 * metrics.cvar(piece, TAIL) for piece in pieces]
+        for row, values in ((1, volatility), (2, tail)):
+            chart.add_scatter(
+                x=times(close_times(result)[ends]),
+                y=values,
+                name=label(name),
+                legendgroup=name,
+                showlegend=row == 1,
+                line=line_of(name),
+                hovertemplate="%{y:.2f} %",
+                row=row,
+                col=1,
+            )
+    chart.update_yaxes(title_text="volatility, % a year", row=1, col=1)
+    chart.update_yaxes(title_text="CVaR 5 % of a bar, %", row=2, col=1)
+    return dress(chart, 420)
+
+
+def stress_chart(scenarios: Sequence[Scenario], own: Interval) -> go.Figure:
+    """Sharpe ratio under each stress, and the interval of the unstressed one to read the differences by."""
+    chart = figure(60 + 44 * len(scenarios))
+    names = [label(scenario.name) for scenario in scenarios]
+    ratios = [scenario.result.metrics["sharpe"] for scenario in scenarios]
+    colours = [VERMILLION if ratio < 0 else BLUE for ratio in ratios]
+    chart.add_bar(x=ratios, y=names, orientation="h", marker_color=colours, hovertemplate="%{x:.2f}<extra></extra>")
+    if np.isfinite([own.low, own.high]).all():
+        chart.add_vrect(x0=own.low, x1=own.high, fillcolor=GREY, opacity=0.2, line_width=0)
+    chart.update_yaxes(autorange="reversed")
+    chart.update_xaxes(title_text="Sharpe ratio, a year; grey: 95 % interval of the unstressed one")
+    chart.update_layout(hovermode="closest", showlegend=False)
+    return chart
+
+
+def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
+    """Price of an asset with the largest trades on it, and the position below."""
+    when, price, weight = times(close_times(result)[1:]), prices[:, asset], result.weights[:, asset]
+    chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.62, 0.38], vertical_spacing=0.05)
+    shown = thin(price)
+    chart.add_scatter(
+        x=when[shown], y=price[shown], name="price", line={"color": GREY, "width": 1.2}, hovertemplate="%{y:,.6~g}"
+    )
+    change = np.diff(weight, prepend=0.0)
+    largest = np.argsort(-np.abs(change))[:MARKED_TRADES]
+    for name, side, symbol, colour in (("bought", 1, "triangle-up", BLUE), ("sold", -1, "triangle-down", ORANGE)):
+        rows = np.sort(largest[side * change[largest] > 0.05])
+        chart.add_scatter(
+            x=when[rows],
+            y=price[rows],
+            mode="markers",
+            name=name,
+            marker={"symbol": symbol, "size": 7, "color": colour},
+            customdata=100 * change[rows],
+            hovertemplate="%{customdata:+.0f} % of equity",
+            row=1,
+            col=1,
+        )
+    for name, part, colour in (("long", np.maximum(weight, 0), BLUE), ("short", np.minimum(weight, 0), ORANGE)):
+        shown = thin(weight)
+        chart.add_scatter(
+            x=when[shown],
+            y=100 * part[shown],
+            name=name,
+            fill="tozeroy",
+            line={"color": colour, "width": 0.5, "shape": "vh"},
+            hovertemplate="%{y:.0f} %",
+            row=2,
+            col=1,
+        )
+    chart.update_yaxes(title_text=f"{label(result.symbols[asset])}, price", row=1, col=1)
+    chart.update_yaxes(title_text="position, % of equity", row=2, col=1)
+    return dress(chart, 480)
+
+
+def activity_chart(result: BacktestResult) -> go.Figure:
+    """Exposure, turnover a day, and what trading has cost so far, by kind."""
+    chart = make_subplots(rows=3, cols=1, shared_xaxes=True, row_heights=[0.3, 0.3, 0.4], vertical_spacing=0.05)
+    day = result.time // DAY_MS
+    begins = np.flatnonzero(np.diff(day, prepend=day[0] - 1))
+    counts = np.diff(begins, append=len(day))
+    when = times(day[begins] * DAY_MS)
+    gross = np.add.reduceat(np.abs(result.weights).sum(1), begins) / counts
+    traded = np.add.reduceat(result.turnover, begins)
+    kept = spaced(len(when))
+    for row, name, values in ((1, "exposure", gross), (2, "turnover", traded)):
+        chart.add_scatter(
+            x=when[kept],
+            y=100 * values[kept],
+            name=name,
+            showlegend=False,
+            line={"color": BLUE, "width": 1.2},
+            fill="tozeroy",
+            fillcolor="rgba(0, 114, 178, 0.2)",
+            hovertemplate="%{y:.1f} %",
+            row=row,
+            col=1,
+        )
+    paid = {kind: np.cumsum(cost) for kind, cost in result.costs.items() if cost.any()}
+    rows = spaced(len(result.time))
+    for position, (kind, total) in enumerate(paid.items()):
+        chart.add_scatter(
+            x=times(result.time[rows]),
+            y=100 * total[rows],
+            name=kind,
+            stackgroup="costs" if (total >= 0).all() else None,
+            line={"color": PALETTE[position % len(PALETTE)], "width": 1},
+            hovertemplate="%{y:.2f} %",
+            row=3,
+            col=1,
+        )
+    chart.update_yaxes(title_text="exposure, %", row=1, col=1)
+    chart.update_yaxes(title_text="turnover, %/day", row=2, col=1)
+    chart.update_yaxes(title_text="costs so far, %", row=3, col=1)
+    return dress(chart, 560)
+
+
+def close_times(result: BacktestResult) -> NDArray[np.int64]:
+    """When each point of the equity curve was known: the first open, then every close, milliseconds UTC, [T + 1]."""
+    length = round(metrics.DAYS_PER_YEAR * DAY_MS / result.bars_per_year)
+    return np.concatenate([result.time[:1], result.time + length])

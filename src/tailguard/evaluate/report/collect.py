@@ -1,0 +1,266 @@
+"""Everything that a report shows about a run, worked out once and kept in one place."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailguard._version import __version__
+from tailguard.config import to_dict, to_yaml
+from tailguard.data.frequency import frequency_label
+from tailguard.data.windows import size_in_bars
+from tailguard.errors import CheckpointError, ConfigError
+from tailguard.evaluate.backtest import BacktestResult, backtest
+from tailguard.evaluate.baselines import random_timing
+from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
+from tailguard.evaluate.calibration import RiskBudget, risk_budget
+from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
+from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
+from tailguard.evaluate.timing import TimingTest, timing_test
+from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
+from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
+from tailguard.monitor.recording import STEP
+from tailguard.sealed import read_about
+
+if TYPE_CHECKING:
+    from tailguard.data.panel import Panel
+
+Float = NDArray[np.float64]
+
+RANDOM = "random timing"
+STRESSED_COSTS = (0.0, 2.0, 3.0)
+"""Cost factors beside ×1, which is the agent's own backtest."""
+ADVICE = {rule.name: rule.usually for rule in (*RULES, CONSTANT_EVALUATION)}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The question that a risk budget asks: may the worst `alpha` of windows lose this much on average?"""
+
+    limit: float
+    """Smallest allowed mean of the worst windows, as a return: −0.04 is a loss of 4 %."""
+    alpha: float = 0.05
+    horizon: str | int = "7d"
+    """Length of a window: a duration or bars."""
+
+
+@dataclass(frozen=True)
+class AlarmRaised:
+    """An alarm of the training, as its figures tell it."""
+
+    name: str
+    step: int
+    """Environment steps at which it was raised for the first time."""
+    count: int
+    """Iterations that were bad."""
+    usually: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run's report before it becomes a page. All results are of the test period, net of all costs."""
+
+    name: str
+    market: str
+    """Symbols, frequency, source and period in words."""
+    periods: Mapping[str, str]
+    """The split's parts in words."""
+    results: Mapping[str, BacktestResult]
+    """The agent first, then the optimum if it is known, the baselines, and the agent's trades at random times."""
+    sharpes: Mapping[str, Interval]
+    """Sharpe ratio of each result with its interval."""
+    beaten: Mapping[str, Interval]
+    """The agent's Sharpe ratio less that of each baseline, over the same bars."""
+    skill: SharpeEvidence
+    timing: TimingTest
+    validation: BacktestResult
+    """The agent on the validation part, which chose the checkpoint."""
+    budget: RiskBudget | None
+    """Did the risk budget hold; none where no budget was set."""
+    stress: tuple[Scenario, ...]
+    prices: Float
+    """Closes of the traded bars, [T, A]."""
+    synthetic: bool
+    training: tuple[Mapping[str, float], ...]
+    """Figures of every iteration."""
+    alarms: tuple[AlarmRaised, ...]
+    config: str
+    command: str
+    """Repeats the run."""
+    facts: Mapping[str, str]
+    """Hashes and versions."""
+
+    @property
+    def agent(self) -> BacktestResult:
+        return self.results[AGENT]
+
+    @property
+    def captured(self) -> float:
+        """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
+        if OPTIMUM not in self.results:
+            return math.nan
+        mine, best = (self.results[name].equity[-1] for name in (AGENT, OPTIMUM))
+        return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
+
+
+def work_ahead(run: TrainedRun) -> int:
+    """Backtests that `collect` will run, to show progress."""
+    known = run.synthetic is not None and run.synthetic.signal > 0
+    return 7 + known + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
+
+
+def collect(
+    run: TrainedRun,
+    *,
+    budget: Budget | None = None,
+    trials: int = 1,
+    seed: int = 0,
+    before_each: Callable[[str], None] = lambda _: None,
+) -> Evidence:
+    """Run every backtest and every test on the run's test period.
+
+    `budget`: the risk budget to judge; the run's own by default.
+    `trials`: every configuration that was tried on the way to this run.
+    `seed`: of the resampling; the same seed gives the same report.
+    `before_each`: called with a name before each backtest, to show progress.
+    """
+    test, draw = run.split.test, np.random.default_rng(seed)
+    panel = test.panel("portfolio")
+    results = beside_baselines(run, test, before_each=before_each)
+    own = results[AGENT]
+    before_each(RANDOM)
+    results[RANDOM] = backtest(random_timing(own, test, draw), test, run.config.market)
+    before_each("validation")
+    validation = backtest(run.agent, run.split.validation)
+    stress = _stress(run, own, before_each)
+    statistic = sharpe_statistic(own.bars_per_year)
+    figures = read_figures(run.folder / "metrics.jsonl")
+    asked = budget or own_budget(run)
+    return Evidence(
+        name=run.name,
+        market=_market_in_words(run),
+        periods={
+            name: _period(part.start.timestamp(), part.end_points[1].timestamp() + part.frequency.total_seconds())
+            for name, part in (
+                ("train", run.split.train),
+                ("validation", run.split.validation),
+                ("test", run.split.test),
+            )
+        },
+        results=results,
+        sharpes={name: interval(result.net, statistic, draw) for name, result in results.items()},
+        beaten={
+            name: paired_difference(own.net, result.net, statistic, draw)
+            for name, result in results.items()
+            if name not in (AGENT, OPTIMUM)
+        },
+        skill=sharpe_evidence(own.net, own.bars_per_year, trials=trials),
+        timing=timing_test(own, panel),
+        validation=validation,
+        budget=None if asked is None else _judge(own, asked, run, draw),
+        stress=tuple(stress),
+        prices=prices_of(own, panel),
+        synthetic=run.synthetic is not None,
+        training=figures,
+        alarms=alarms_in(figures),
+        config=to_yaml(run.config),
+        command=f"tailguard train {shlex.quote(str(run.folder / 'config.yaml'))} --name {shlex.quote(run.name)}-again",
+        facts=_facts(run),
+    )
+
+
+def own_budget(run: TrainedRun) -> Budget | None:
+    """The budget that the run was trained under; none where its settings have none. It is kept over episodes."""
+    risk = to_dict(run.config).get("risk")
+    if not isinstance(risk, dict) or risk.get("limit") is None:
+        return None
+    return Budget(float(risk["limit"]), float(risk.get("alpha", 0.05)), run.config.env.episode_length)
+
+
+def prices_of(result: BacktestResult, panel: Panel) -> Float:
+    """Closes of the bars that were traded, [T, A]."""
+    return np.asarray(panel.close[np.searchsorted(panel.time, result.time)])
+
+
+def read_figures(path: Path) -> tuple[dict[str, float], ...]:
+    """The lines of `metrics.jsonl`; a last line that a kill has cut short is left out, others must be whole."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    figures = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found = json.loads(line)
+            figures.append({name: math.nan if value is None else float(value) for name, value in found.items()})
+        except (ValueError, AttributeError, TypeError) as error:
+            if number < len(lines):
+                raise ConfigError(f"{path}: line {number} is not a line of figures: {error}") from error
+    return tuple(figures)
+
+
+def alarms_in(figures: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ...]:
+    """Every alarm that the figures counted, in the order in which they were raised."""
+    raised = []
+    for name in sorted({name for line in figures for name in line if name.startswith("warn/")}):
+        counts = [(line.get(name, 0.0), line.get(STEP, math.nan)) for line in figures]
+        steps = [step for count, step in counts if count > 0]
+        if steps:
+            short = name.removeprefix("warn/")
+            raised.append(AlarmRaised(short, int(steps[0]), int(counts[-1][0]), ADVICE.get(short, "")))
+    return tuple(sorted(raised, key=lambda alarm: alarm.step))
+
+
+def _stress(run: TrainedRun, own: BacktestResult, before_each: Callable[[str], None]) -> list[Scenario]:
+    """The stress table, with the agent's own result where costs are as assumed."""
+    table = stress_table(run.agent, run.split.test, cost_factors=STRESSED_COSTS, before_each=before_each)
+    return [table[0], Scenario("costs ×1, as assumed", own), *table[1:]]
+
+
+def _judge(result: BacktestResult, asked: Budget, run: TrainedRun, draw: np.random.Generator) -> RiskBudget | None:
+    """The verdict on the budget; none where the record has too few windows to say anything."""
+    horizon = size_in_bars("horizon", asked.horizon, len(result.net), run.split.test.frequency)
+    if len(result.equity) <= horizon + 8:
+        return None
+    return risk_budget(result.equity, asked.limit, draw, alpha=asked.alpha, horizon=horizon)
+
+
+def _market_in_words(run: TrainedRun) -> str:
+    bars = run.split.test
+    source = "synthetic market" if run.synthetic is not None else Path(bars.source).name
+    return f"{', '.join(bars.symbols)} · {frequency_label(bars.frequency)} bars · {source}"
+
+
+def _period(start: float, stop: float) -> str:
+    first, last = (np.datetime64(int(moment), "s").astype("datetime64[m]").item() for moment in (start, stop))
+    return f"{first:%Y-%m-%d} to {last:%Y-%m-%d}"
+
+
+def _facts(run: TrainedRun) -> dict[str, str]:
+    """What identifies the run: SHA-256 of its weights, bars and features, and the versions it was made with."""
+    about = _manifest(run.folder / "agent")
+    facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in about["files"].items()}
+    checkpoint = run.folder / "checkpoints" / f"step_{run.agent.num_timesteps}"
+    made: Mapping[str, Any] = {}
+    if checkpoint.is_dir():
+        try:
+            made = read_about(checkpoint, ("weights", "state"))
+        except CheckpointError as error:
+            facts["checkpoint"] = str(error)
+    facts |= {f"SHA-256 of the training {name}": str(value) for name, value in dict(made.get("data") or {}).items()}
+    then = ", ".join(f"{name} {value}" for name, value in dict(made.get("versions") or {}).items())
+    facts |= {"trained with": then} if then else {}
+    facts["steps"] = f"{run.agent.num_timesteps:,}"
+    facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
+    return facts
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return manifest

@@ -1,0 +1,106 @@
+"""The page: one HTML file that needs nothing else. All text that comes from a run goes through `escape`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+
+def escape(text: object) -> str:
+    """Text as HTML shows it."""
+    return html.escape(str(text))
+
+
+@dataclass
+class Page:
+    """HTML as it grows, and how many charts are in it."""
+
+    parts: list[str] = field(default_factory=list)
+    charts: int = 0
+
+    def add(self, markup: str) -> None:
+        """Put finished HTML at the end."""
+        self.parts.append(markup)
+
+    def heading(self, anchor: str, text: str) -> None:
+        """Begin a section."""
+        self.add(f'<h2 id="{escape(anchor)}">{escape(text)}</h2>')
+
+    def paragraph(self, text: str, style: str = "") -> None:
+        self.add(f'<p class="{escape(style)}">{escape(text)}</p>' if style else f"<p>{escape(text)}</p>")
+
+    def chart(self, chart: go.Figure, caption: str, title: str = "") -> None:
+        """Put a chart; `caption` says what to see in it, and to those who cannot see it what it shows."""
+        self.charts += 1
+        name = f"chart-{self.charts}"
+        head = f"<h3>{escape(title)}</h3>" if title else ""
+        foot = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        self.add(
+            f'<figure>{head}<div class="plot" id="{name}" role="img" aria-label="{escape(caption or title)}" '
+            f'style="height:{chart.layout.height or 400}px"></div>{foot}</figure>'
+            f'<script type="application/json" id="{name}-data">{as_data(chart)}</script>'
+        )
+
+    def table(
+        self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, own: str | None = None, caption: str = ""
+    ) -> None:
+        """A table whose first column names the rows; the row named `own` stands out."""
+        above = f"<caption>{escape(caption)}</caption>" if caption else ""
+        head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
+        body = "".join(
+            f"<tr{' class=own' if own is not None and row[0] == own else ''}>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in row)
+            + "</tr>"
+            for row in rows
+        )
+        self.add(f'<div class="wide"><table>{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Names and texts of any length."""
+        rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in facts)
+        self.add(f'<table class="facts"><tbody>{rows}</tbody></table>')
+
+    def html(self, title: str) -> str:
+        """The whole document. Its policy lets it run its own two scripts and fetch nothing at all."""
+        scripts = (get_plotlyjs(), read("page.js"))
+        allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+        policy = (
+            f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+            "base-uri 'none'; form-action 'none'"
+        )
+        return "\n".join(
+            [
+                '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+                f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                f"<title>{escape(title)}</title>",
+                f"<style>{read('page.css')}</style>\n</head>\n<body>",
+                "<noscript><p>The charts of this page need JavaScript; all words and tables are here.</p></noscript>",
+                *self.parts,
+                *(f"<script>{script}</script>" for script in scripts),
+                "</body>\n</html>\n",
+            ]
+        )
+
+
+def as_data(chart: go.Figure) -> str:
+    """A chart as JSON that cannot end the script element it stands in."""
+    text: str = chart.to_json()
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    # A browser hashes what it parsed, in which every line ends with a line feed alone.
+    plain = script.replace("\r\n", "\n").replace("\r", "\n")
+    return base64.b64encode(hashlib.sha256(plain.encode()).digest()).decode()

@@ -1,0 +1,266 @@
+"""The sections of a report, in the order in which a sceptic thinks."""
+
+from __future__ import annotations
+
+import math
+
+from tailguard.evaluate import metrics
+from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.report import charts
+from tailguard.evaluate.report.collect import Evidence
+from tailguard.evaluate.report.page import Page, escape
+from tailguard.evaluate.report.training_charts import training_charts
+from tailguard.evaluate.report.verdict import Judgement, budget_in_words, p_value, share, verdict, window_in_words
+from tailguard.evaluate.table import growth, percent
+
+SECTIONS = {
+    "equity": "Did it grow?",
+    "risk": "How much can it lose?",
+    "stress": "Would it survive?",
+    "behaviour": "What does it do?",
+    "training": "How was it trained?",
+    "repeat": "How to repeat it",
+}
+MOODS = {
+    Judgement.SKILL: "good",
+    Judgement.EXPOSURE: "doubtful",
+    Judgement.NO_SKILL: "doubtful",
+    Judgement.IDLE: "doubtful",
+    Judgement.LOSS: "bad",
+    Judgement.RUIN: "bad",
+}
+SHOWN_ASSETS = 4
+"""Assets with a chart of their own."""
+ENOUGH_WINDOWS = 26
+"""Windows, counted without overlap, below which a shorter horizon is shown."""
+
+
+def report_page(evidence: Evidence) -> Page:
+    """The whole report."""
+    page = Page()
+    for section in (_opening, _growth, _risk, _stress, _behaviour, _training, _repeat):
+        section(page, evidence)
+    return page
+
+
+def _opening(page: Page, evidence: Evidence) -> None:
+    judged = verdict(evidence)
+    page.add(f"<h1>{escape(evidence.name)}</h1>")
+    page.paragraph(evidence.market, "soft")
+    page.paragraph(" · ".join(f"{name} {period}" for name, period in evidence.periods.items()), "soft")
+    headline = judged.judgement[0].upper() + judged.judgement[1:]
+    page.add(
+        f'<div class="verdict {MOODS[judged.judgement]}"><strong>{escape(headline)}</strong>'
+        f"{escape(' '.join(judged.sentences))}</div>"
+    )
+    links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in SECTIONS.items())
+    page.add(f"<nav>{links}</nav>")
+
+
+def _growth(page: Page, evidence: Evidence) -> None:
+    page.heading("equity", SECTIONS["equity"])
+    page.chart(
+        charts.equity_chart(evidence.results),
+        "Equity on the test period, net of all costs, and how far below its high it was. The agent never saw these "
+        "bars. Click a name to hide or show a line.",
+    )
+    week = "cvar_5_week" if "cvar_5_week" in evidence.agent.metrics else "cvar_5_bar"
+    rows = []
+    for name, result in evidence.results.items():
+        figures, ratio = result.metrics, evidence.sharpes[name]
+        difference = evidence.beaten.get(name)
+        rows.append(
+            (
+                name,
+                growth(figures["growth_per_year"]),
+                percent(figures["volatility"], sign=False),
+                number(ratio.estimate),
+                "–" if math.isnan(ratio.low) else f"{ratio.low:.2f} to {ratio.high:.2f}",
+                percent(figures["max_drawdown"]),
+                percent(figures[week]),
+                f"{figures['turnover_per_day']:.2f}",
+                percent(costs_per_year(result), sign=False),
+                "–" if difference is None or math.isnan(difference.p_value) else p_value(difference.p_value),
+            )
+        )
+    headings = ["policy", "growth/yr", "volatility/yr", "Sharpe", "95 % interval", "deepest fall"]
+    headings += [f"CVaR 5 %, {week.removeprefix('cvar_5_')}", "turnover/day", "costs/yr", "agent is better"]
+    page.table(headings, rows, own="agent", caption="Test period, net of all costs. p: one-sided, Sharpe ratios.")
+    page.paragraph(
+        "Random timing is the agent's own trades moved along the bars: same turnover, same exposure, no relation to "
+        f"the prices. Before costs the agent earned {percent(evidence.timing.earned)} of equity a year; of all other "
+        f"times, {share(evidence.timing.p_value)} would have paid as much.",
+        "soft",
+    )
+    _seen_and_unseen(page, evidence)
+
+
+def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
+    rows = [
+        (
+            name,
+            period,
+            growth(result.metrics["growth_per_year"]),
+            number(result.metrics["sharpe"]),
+            percent(result.metrics["max_drawdown"]),
+        )
+        for name, period, result in (
+            ("validation", evidence.periods["validation"], evidence.validation),
+            ("test", evidence.periods["test"], evidence.agent),
+        )
+    ]
+    page.table(
+        ("part", "period", "growth/yr", "Sharpe", "deepest fall"),
+        rows,
+        own="test",
+        caption="The agent where checkpoints were scored, and where nothing was chosen.",
+    )
+
+
+def _risk(page: Page, evidence: Evidence) -> None:
+    page.heading("risk", SECTIONS["risk"])
+    own = evidence.agent
+    if evidence.budget is not None:
+        page.paragraph(budget_in_words(evidence.budget, own.bars_per_year))
+        page.paragraph(
+            f"That rests on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
+        )
+    else:
+        page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
+    horizon = shown_horizon(evidence)
+    windows = window_in_words(horizon, own.bars_per_year)
+    page.chart(
+        charts.returns_chart(evidence.results, horizon, evidence.budget),
+        f"Returns over all {windows}, overlapping. VaR is the best of the worst windows, CVaR their mean.",
+    )
+    rolling = charts.rolling_chart(evidence.results)
+    if rolling is not None:
+        page.chart(rolling, "Volatility and mean of the worst 5 % of bars, over the last 30 days at each time.")
+    names = [f"{100 * level:g} %" for level in metrics.TAIL_LEVELS]
+    rows = [
+        (
+            f"{kind.upper().replace('CVAR', 'CVaR').replace('VAR', 'VaR')}, {span}",
+            *(percent(own.metrics[f"{kind}_{100 * level:g}_{span}"]) for level in metrics.TAIL_LEVELS),
+        )
+        for span in metrics.horizons(own.bars_per_year)
+        for kind in ("var", "cvar")
+        if f"{kind}_1_{span}" in own.metrics
+    ]
+    page.table(("agent", *names), rows, caption="Losses at the worst 1, 5 and 10 % of bars, days and weeks.")
+
+
+def shown_horizon(evidence: Evidence) -> int:
+    """Bars of the budget's windows, or of a week, a day or a bar, the longest of which the record has enough."""
+    if evidence.budget is not None:
+        return evidence.budget.horizon
+    spans = metrics.horizons(evidence.agent.bars_per_year).values()
+    return max(bars for bars in spans if bars == 1 or len(evidence.agent.net) >= ENOUGH_WINDOWS * bars)
+
+
+def _stress(page: Page, evidence: Evidence) -> None:
+    page.heading("stress", SECTIONS["stress"])
+    page.chart(
+        charts.stress_chart(evidence.stress, evidence.sharpes["agent"]),
+        "The same agent on the same bars, with one thing made worse. A difference inside the grey band says little.",
+    )
+    rows = [
+        (
+            scenario.name,
+            growth(scenario.result.metrics["growth_per_year"]),
+            number(scenario.result.metrics["sharpe"]),
+            percent(scenario.result.metrics["max_drawdown"]),
+            percent(costs_per_year(scenario.result), sign=False),
+            f"{scenario.result.metrics['turnover_per_day']:.2f}",
+        )
+        for scenario in evidence.stress
+    ]
+    page.table(
+        ("stress", "growth/yr", "Sharpe", "deepest fall", "costs/yr", "turnover/day"),
+        rows,
+        own=evidence.stress[1].name,
+        caption="Noise is in standard deviations of each feature, one draw.",
+    )
+
+
+def _behaviour(page: Page, evidence: Evidence) -> None:
+    page.heading("behaviour", SECTIONS["behaviour"])
+    result = evidence.agent
+    for asset, symbol in enumerate(result.symbols[:SHOWN_ASSETS]):
+        page.chart(
+            charts.price_chart(result, evidence.prices, asset),
+            f"{symbol}: price with the largest trades, and the position as a share of equity.",
+        )
+    if len(result.symbols) > SHOWN_ASSETS:
+        others = ", ".join(result.symbols[SHOWN_ASSETS:])
+        page.paragraph(f"Without a chart: {others}. tailguard backtest RUN --csv FILE has all positions.", "soft")
+    page.chart(
+        charts.activity_chart(result),
+        "Gross exposure and turnover by day, and what trading has cost so far by kind, as shares of equity.",
+    )
+    figures = result.metrics
+    page.add('<div class="columns">')
+    page.table(
+        ("trading", ""),
+        [
+            ("time in market", percent(figures["time_in_market"], sign=False)),
+            ("exposure, gross", percent(figures["exposure"], sign=False)),
+            ("exposure, net", percent(figures["net_exposure"])),
+            ("turnover a day, of equity", percent(figures["turnover_per_day"], sign=False)),
+            ("unfilled a day, of equity", percent(figures["unfilled_per_day"], sign=False)),
+            ("bars with a gain, of those that moved", percent(figures["hit_rate"], sign=False)),
+            ("profit factor", number(figures["profit_factor"])),
+            ("longest time below a high", f"{figures['longest_drawdown_days']:,.0f} days"),
+        ],
+    )
+    page.table(
+        ("costs a year", "of equity"),
+        [
+            (name.removeprefix("cost_").removesuffix("_per_year"), percent(value, sign=False))
+            for name, value in figures.items()
+            if name.startswith("cost_")
+        ],
+    )
+    page.table(
+        ("shape of the returns", ""),
+        [
+            (name.replace("_", " "), number(figures[name]))
+            for name in ("sortino", "calmar", "sharpe_autocorrelated", "skewness", "kurtosis", "tail_ratio")
+        ],
+    )
+    page.add("</div>")
+
+
+def _training(page: Page, evidence: Evidence) -> None:
+    page.heading("training", SECTIONS["training"])
+    if not evidence.training:
+        page.paragraph("The run has no metrics.jsonl, so there are no curves.")
+        return
+    if evidence.alarms:
+        page.paragraph("Alarms, each marked in the curves at its first step by a dashed line:")
+        page.facts(
+            (alarm.name, f"first at {alarm.step:,} steps, {alarm.count:,} bad iterations. Usually: {alarm.usually}")
+            for alarm in evidence.alarms
+        )
+    else:
+        page.paragraph("No alarm went off.")
+    page.add('<div class="grid">')
+    for title, chart in training_charts(evidence.training, evidence.alarms).items():
+        page.chart(chart, "", title)
+    page.add("</div>")
+
+
+def _repeat(page: Page, evidence: Evidence) -> None:
+    page.heading("repeat", SECTIONS["repeat"])
+    page.add(f"<pre>{escape(evidence.command)}</pre>")
+    page.facts(evidence.facts.items())
+    page.add(f"<details><summary>All settings</summary><pre>{escape(evidence.config)}</pre></details>")
+
+
+def costs_per_year(result: BacktestResult) -> float:
+    """All costs together, as a share of equity a year."""
+    return sum(value for name, value in result.metrics.items() if name.startswith("cost_"))
+
+
+def number(value: float) -> str:
+    """Two digits after the point; – where there is no number."""
+    return "–" if math.isnan(value) else f"{value:,.2f}"

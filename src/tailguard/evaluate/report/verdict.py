@@ -1,0 +1,196 @@
+"""The verdict in words: what happened, whether it is more than luck, whether the budget held, what would break it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from tailguard.evaluate.table import growth, percent
+
+if TYPE_CHECKING:
+    from tailguard.evaluate.bootstrap import Interval
+    from tailguard.evaluate.calibration import RiskBudget
+    from tailguard.evaluate.report.collect import Evidence
+
+CONFIDENCE = 0.95
+
+
+class Judgement(StrEnum):
+    """The verdict in a few words."""
+
+    SKILL = "evidence of skill"
+    EXPOSURE = "paid for exposure, no evidence of timing"
+    NO_SKILL = "no evidence of skill"
+    LOSS = "lost money"
+    RUIN = "liquidated"
+    IDLE = "never traded"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A headline, and the sentences that support it."""
+
+    judgement: Judgement
+    sentences: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.judgement}. {' '.join(self.sentences)}"
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Skill needs both: a Sharpe ratio that luck does not explain, and times that others would not have replaced."""
+    agent = evidence.agent
+    if agent.liquidated:
+        return Judgement.RUIN
+    if not agent.turnover.any():
+        return Judgement.IDLE
+    if not agent.equity[-1] > 1:
+        return Judgement.LOSS
+    if not evidence.skill.deflated >= CONFIDENCE:
+        return Judgement.NO_SKILL
+    return Judgement.SKILL if evidence.timing.p_value <= 1 - CONFIDENCE else Judgement.EXPOSURE
+
+
+def verdict(evidence: Evidence) -> Verdict:
+    """The run judged on its test period, in the order in which a sceptic asks."""
+    judgement = judge(evidence)
+    sentences = [_outcome(evidence)]
+    if judgement not in (Judgement.RUIN, Judgement.IDLE):
+        sentences += [_luck(evidence, judgement), *_against_holding(evidence)]
+    if evidence.budget is not None:
+        sentences.append(budget_in_words(evidence.budget, evidence.agent.bars_per_year))
+    sentences += [*_fragile(evidence), *_known_optimum(evidence)]
+    if judgement in (Judgement.LOSS, Judgement.RUIN):
+        sentences.append("Do not trade it.")
+    if evidence.alarms:
+        kinds = len(evidence.alarms)
+        sentences.append(f"{kinds} kind{'s' * (kinds > 1)} of alarm went off in training; see below.")
+    return Verdict(judgement, tuple(sentences))
+
+
+def _outcome(evidence: Evidence) -> str:
+    agent, held = evidence.agent.metrics, evidence.results["buy & hold"].metrics
+    if not evidence.agent.turnover.any():
+        return "The agent never traded in the test period, so there is nothing to judge."
+    ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
+    return (
+        f"Over {_years(evidence.skill.years)} it never saw, the agent made {growth(agent['growth_per_year'])} a year "
+        f"net of costs, with a deepest fall of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
+        f"{growth(held['growth_per_year'])} with {percent(-held['max_drawdown'], sign=False)}.{ruin}"
+    )
+
+
+def _luck(evidence: Evidence, judgement: Judgement) -> str:
+    skill, timing = evidence.skill, evidence.timing
+    ratio = f"Its Sharpe ratio is {sharpe_in_words(evidence.sharpes['agent'])}"
+    tried = "" if skill.trials == 1 else f", after {skill.trials} trials"
+    if judgement is Judgement.SKILL:
+        return (
+            f"{ratio}; the probability that it is above what luck explains{tried} is {probability(skill.deflated)}, "
+            f"and its positions at other times would have paid as much in {share(timing.p_value)} of all cases."
+        )
+    if judgement is Judgement.EXPOSURE:
+        return (
+            f"{ratio}, which luck does not explain{tried}; but the same positions at other times would have paid as "
+            f"much in {share(timing.p_value)} of all cases, so it is paid for holding, not for choosing when."
+        )
+    needed = "" if not math.isfinite(skill.needed_years) else _needed(skill.needed_years, skill.years)
+    return (
+        f"{ratio}; the probability that it is above what luck explains{tried} is only {probability(skill.deflated)}, "
+        f"less than the {100 * CONFIDENCE:.0f} % one would want.{needed}"
+    )
+
+
+def _needed(needed: float, years: float) -> str:
+    if needed <= years:
+        return ""
+    return f" A ratio like this takes {_years(needed)} to tell from zero; there are {_years(years)}."
+
+
+def _against_holding(evidence: Evidence) -> list[str]:
+    difference = evidence.beaten["buy & hold"]
+    if not math.isfinite(difference.p_value):
+        return []
+    beats = difference.p_value <= 1 - CONFIDENCE
+    words = "beats buy & hold" if beats else "does not clearly beat buy & hold"
+    return [f"By its Sharpe ratio it {words} ({p_value(difference.p_value)})."]
+
+
+def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
+    """The budget, what was realised, and what that says."""
+    what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
+    found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
+    found += percent(budget.cvar.high)
+    ends = {
+        "kept": "the risk budget was kept",
+        "broken": "the risk budget was broken",
+        "undecided": "the record cannot decide whether the budget holds",
+    }
+    return f"With a limit of {percent(budget.limit)}, {what} made {found}: {ends[budget.verdict]}."
+
+
+def window_in_words(bars: int, bars_per_year: float) -> str:
+    """A number of bars as the time people call it."""
+    hours = bars * 365.25 * 24 / bars_per_year
+    for name, length in (("weeks", 168), ("days", 24), ("hours", 1)):
+        count = hours / length
+        if abs(count - round(count)) < 1e-6 and round(count) >= 1:
+            return name if round(count) == 1 else f"windows of {round(count)} {name}"
+    return f"windows of {bars} bars"
+
+
+def _fragile(evidence: Evidence) -> list[str]:
+    if not evidence.agent.equity[-1] > 1:
+        return []
+    lost = [scenario.name for scenario in evidence.stress if not scenario.result.equity[-1] > 1]
+    return [f"It does not survive {_list(lost)}."] if lost else []
+
+
+def _known_optimum(evidence: Evidence) -> list[str]:
+    sentences = []
+    if not math.isnan(evidence.captured):
+        sentences.append(
+            f"It captures {100 * evidence.captured:.0f} % of the log-growth that the planted signal allows."
+        )
+    if evidence.synthetic:
+        sentences.append("The market is synthetic: no real one is like it.")
+    return sentences
+
+
+def sharpe_in_words(found: Interval) -> str:
+    """1.91 (95 % interval 0.84 to 2.93)."""
+    if math.isnan(found.estimate):
+        return "not defined"
+    if math.isnan(found.low):
+        return f"{found.estimate:.2f}"
+    return f"{found.estimate:.2f} ({100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f})"
+
+
+def p_value(value: float) -> str:
+    """p = 0.012, or p < 0.001."""
+    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
+
+
+def share(value: float) -> str:
+    """A share in percent, without pretending to more than was counted."""
+    return "less than 0.1 %" if value < 0.001 else f"{100 * value:.2g} %"
+
+
+def probability(value: float) -> str:
+    """A probability in percent; never quite certain."""
+    return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
+
+
+def _years(value: float) -> str:
+    if value < 2 / 12:
+        days = round(365.25 * value)
+        return f"{days} day{'s' * (days != 1)}"
+    if value < 2:
+        return f"{round(12 * value)} months"
+    return f"{value:.1f} years" if value < 10 else f"{value:.0f} years"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,163 @@
+"""A finished run, opened again: its settings, its agent, and the very bars it was trained and tested on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.config import RunConfig, load_config
+from tailguard.data.prepare import prepare
+from tailguard.data.sources import load_bars
+from tailguard.data.splits import Split, split_bars
+from tailguard.data.synthetic import SyntheticMarket, make_market
+from tailguard.errors import BarsError, ConfigError
+from tailguard.evaluate.backtest import BacktestResult, backtest
+from tailguard.evaluate.baselines import standard_baselines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tailguard.data.bars import Bars
+
+AGENT = "agent"
+OPTIMUM = "planted optimum"
+Part = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run's folder holds, and what it was made from."""
+
+    folder: Path
+    config: RunConfig
+    agent: DistributionalPPO
+    split: Split
+    synthetic: SyntheticMarket | None
+    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def part(self, name: Part) -> Bars:
+        bars: Bars = getattr(self.split, name)
+        return bars
+
+    def select(self, symbol: str) -> TrainedRun:
+        """The run on one of its symbols, for an agent that trades each symbol in an account of its own."""
+        parts = (part.select(symbol) for part in (self.split.train, self.split.validation, self.split.test))
+        return replace(self, split=Split(*parts))
+
+
+def open_run(folder: Path) -> TrainedRun:
+    """Read a finished run; refuses bars that are no longer those the agent was trained on."""
+    config = run_config(folder)
+    agent = load_agent(folder)
+    bars, synthetic = market_of(config)
+    run = TrainedRun(folder, config, agent, split_of(config, bars), synthetic)
+    _check_same_bars(run)
+    return run
+
+
+def run_config(folder: Path) -> RunConfig:
+    """The settings of the run in this folder."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder}: no run here: {path.name} is missing. Give the folder of a run, as runs/demo")
+    return load_config(path)
+
+
+def load_agent(folder: Path) -> DistributionalPPO:
+    """The agent of the run in this folder."""
+    path = folder / "agent"
+    if not path.is_dir():
+        raise ConfigError(
+            f"{folder}: the run has no agent yet: its training has not come to an end. Go on with: "
+            f"tailguard train --resume {folder}"
+        )
+    return DistributionalPPO.load(path)
+
+
+def market_of(config: RunConfig) -> tuple[Bars, SyntheticMarket | None]:
+    """The bars that the settings name, or the synthetic market with its generator."""
+    data = config.data
+    if data.path is None:
+        market = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
+        return market.bars, market
+    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
+    return (bars.select(*data.symbols) if data.symbols else bars), None
+
+
+def split_of(config: RunConfig, bars: Bars) -> Split:
+    """Training, validation and test bars, as the settings cut them."""
+    sizes = (config.data.validation, config.data.test)
+    validation, test = (_size(size) for size in sizes)
+    return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
+
+
+def _size(value: float | str) -> float | str:
+    """A fraction written in YAML as text is still a fraction."""
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _check_same_bars(run: TrainedRun) -> None:
+    """The scaling that the training bars give now must be the one that the agent learned with."""
+    if run.agent.spec is None:
+        raise ConfigError(
+            f"{run.folder}: its agent was not trained on a TradingEnv, so it cannot be backtested on bars"
+        )
+    then, source = run.agent.spec.scaler, run.config.data.path or "the synthetic market"
+    now = prepare(run.split.train, run.config.data.features or None, accounts=run.agent.spec.accounts).scaler
+    same = then.names == now.names and all(
+        np.allclose(mine, theirs, rtol=1e-6, atol=1e-12)
+        for mine, theirs in ((then.center, now.center), (then.scale, now.scale))
+    )
+    if not same:
+        raise BarsError(
+            f"{source}: these are no longer the bars that {run.folder} was trained on: its features now have another "
+            "scale. Bring back the data of the run, or name the bars to use with: tailguard backtest RUN --data FILE"
+        )
+
+
+def beside_baselines(
+    run: TrainedRun,
+    bars: Bars,
+    *,
+    own: BacktestResult | None = None,
+    before_each: Callable[[str], None] | None = None,
+) -> dict[str, BacktestResult]:
+    """Backtests by name: the agent, the optimum of a synthetic market that knows it, and every baseline.
+
+    `bars`: a part of the run's own split. `own`: the agent's result, where it is there already.
+    """
+
+    def begin(name: str) -> None:
+        if before_each is not None:
+            before_each(name)
+
+    if own is None:
+        begin(AGENT)
+        own = backtest(run.agent, bars)
+    results, market = {AGENT: own}, run.config.market
+    if run.synthetic is not None and run.synthetic.signal > 0:
+        begin(OPTIMUM)
+        results[OPTIMUM] = backtest(_optimal_weights(run, run.synthetic, bars), bars, market)
+    for name, policy in standard_baselines(market.leverage, market.allow_short).items():
+        begin(name)
+        results[name] = backtest(policy, bars, market)
+    return results
+
+
+def _optimal_weights(run: TrainedRun, synthetic: SyntheticMarket, bars: Bars) -> np.ndarray:
+    market = run.config.market
+    weights = synthetic.oracle_weights(market.fee + market.half_spread, market.leverage, market.funding_rate)
+    times = synthetic.bars.frame["time"].unique(maintain_order=True)
+    first, last = bars.end_points
+    return weights[np.flatnonzero(((times >= first) & (times <= last)).to_numpy())]
