@@ -2,10 +2,10 @@
 
     python benchmarks/chaos.py --kills 50
 
-Each life of the run is a process of its own. One in five is killed with SIGKILL at a random moment from its birth on,
-the others within a few iterations of training, where every iteration writes a checkpoint. After every death the run
-folder is inspected: every checkpoint in it must be intact, and the newest never an earlier one than before. At the end
-all weights, the whole state and every line of figures must be those of the undisturbed run, bit by bit.
+Each life of the run is a process of its own that is killed with SIGKILL: one in five at a random moment from its birth
+on, two in five within a few iterations of training, two in five while a checkpoint is being written. After every death
+the run folder is inspected: every checkpoint in it must be intact, and the newest never an earlier one than before. At
+the end all weights, the whole state and every line of figures must be those of the undisturbed run, bit by bit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.utils.tensorboard  # noqa: F401 (loaded once, before the lives begin)
 from rich.console import Console
@@ -54,31 +55,44 @@ SETTINGS = (
 """A checkpoint almost every iteration, so that many kills fall into the writing of one."""
 
 
-def live(config: RunConfig, folder: Path, patience: tuple[float, bool] | None = None) -> tuple[bool, float]:
-    """One life of the run: begun or taken up in a process of its own; returns whether it finished, and its length.
+@dataclass(frozen=True)
+class Death:
+    """When a life ends: so many seconds after it was born, began to train, or began to write a checkpoint."""
 
-    `patience`: seconds after which it is killed, counted from its birth, or if true from its first line of figures.
-    """
-    begun = time.monotonic()
+    seconds: float
+    after: Literal["birth", "training", "writing"]
+
+    def has_begun(self, folder: Path, known: int) -> bool:
+        """Whether the event has come; `known` is the size that the figures had before this life."""
+        if self.after == "birth":
+            return True
+        if self.after == "training":
+            figures = folder / "metrics.jsonl"
+            # A life that goes on first cuts the figures, then adds to them.
+            return figures.exists() and figures.stat().st_size > known
+        return any((folder / "checkpoints").glob(".*.partial"))
+
+
+def live(config: RunConfig, folder: Path, death: Death | None = None) -> bool:
+    """One life of the run, begun or taken up in a process of its own; returns whether it finished."""
     figures = folder / "metrics.jsonl"
-    written = figures.stat().st_mtime_ns if figures.exists() else 0
+    known = figures.stat().st_size if figures.exists() else 0
     child = os.fork()
     if child == 0:
         os._exit(_live(config, folder))
-    if patience is not None:
-        seconds, trained = patience
-        start = None if trained else begun
-        while start is None or time.monotonic() - start < seconds:
+    if death is not None:
+        begun = None
+        while begun is None or time.monotonic() - begun < death.seconds:
             if os.waitpid(child, os.WNOHANG)[0]:
-                return True, time.monotonic() - begun
-            if start is None and figures.exists() and figures.stat().st_size and figures.stat().st_mtime_ns > written:
-                start = time.monotonic()
-            time.sleep(0.0005)
+                return True
+            if begun is None and death.has_begun(folder, known):
+                begun = time.monotonic()
+            time.sleep(0.0002)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if os.WIFEXITED(status) and os.WEXITSTATUS(status):
         raise SystemExit("chaos: FAILED: a run could not go on")
-    return os.WIFEXITED(status), time.monotonic() - begun
+    return os.WIFEXITED(status)
 
 
 def _live(config: RunConfig, folder: Path) -> int:
@@ -129,24 +143,21 @@ def main() -> None:
     config = load_config(overrides=[*SETTINGS, f"training.total_timesteps={total}"])
     with tempfile.TemporaryDirectory() as temporary:
         place = arguments.folder or Path(temporary)
-        _, length = live(config, place / "whole")
-        print(f"undisturbed: {arguments.iterations} iterations in {length:.1f} s", flush=True)
-        folder, newest, kills, writing, early = place / "killed", 0, 0, 0, 0
-        share = length / (2 + arguments.kills)
+        live(config, place / "whole")
+        seconds = total / json.loads((place / "whole" / "metrics.jsonl").read_text().splitlines()[-1])["time/fps"]
+        print(f"undisturbed: {arguments.iterations} iterations, {seconds:.1f} s of training", flush=True)
+        folder, newest, kills, writing = place / "killed", 0, 0, 0
         while kills < arguments.kills:
-            trained = draw.random() > 0.2
-            finished, _ = live(config, folder, (draw.uniform(0.0, share if trained else length / 4), trained))
-            if finished:
+            longest = {"birth": 3.0, "training": seconds / (2 + arguments.kills), "writing": 0.03}
+            after = draw.choice(("birth", "training", "training", "writing", "writing"))
+            if live(config, folder, Death(draw.uniform(0.0, longest[after]), after)):
                 break
             kills += 1
-            writing += any(path.name.startswith(".step_") for path in (folder / "checkpoints").glob(".*"))
-            early += newest == 0
+            writing += any((folder / "checkpoints").glob(".*"))
             newest = inspect(folder, newest)
         live(config, folder)
         same = outcome(place / "whole", total) == outcome(folder, total)
-    print(
-        f"killed {kills} times ({early} before the first checkpoint, {writing} inside the writing or removing of one)"
-    )
+    print(f"killed {kills} times, {writing} of them while a checkpoint was being written or removed")
     print(f"lost or damaged checkpoints: 0 · end bit-identical: {'yes' if same else 'NO'}")
     sys.exit(0 if same else 1)
 

@@ -10,7 +10,7 @@ CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
 def test_killed_at_random_moments_the_run_ends_bit_by_bit_as_it_would_have() -> None:
-    command = [sys.executable, str(CHAOS), "--kills", "3", "--iterations", "8", "--seed", "1"]
+    command = [sys.executable, str(CHAOS), "--kills", "3", "--iterations", "12", "--seed", "1"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "killed 3 times" in result.stdout

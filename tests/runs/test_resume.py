@@ -274,3 +274,16 @@ def test_a_read_only_folder_is_an_error_before_any_work(open_folder: Path, small
         lock_out()
         with pytest.raises(ConfigError, match="run: cannot write there: Permission denied"):
             train(small_config(), open_folder / "run", quiet)
+
+
+def test_a_run_killed_while_its_folder_was_made_begins_again(
+    tmp_path: Path, whole: Path, small_config: Any, quiet: Console, lines_of: Any
+) -> None:
+    folder = tmp_path / "born"
+    folder.mkdir()
+    for name in (".lock", ".config.yaml.77.partial", ".metrics.jsonl.77.partial"):
+        (folder / name).write_text("ppo:")
+    train(small_config(), folder, quiet)
+    assert hashes(folder) == hashes(whole)
+    assert lines_of(folder) == lines_of(whole)
+    assert not list(folder.glob("*.partial"))

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ AGENT = "agent"
 LOCK = ".lock"
 NAMES = (CONFIG, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
 """Everything that a run writes; nothing else in the folder is ever touched."""
+_LEFTOVER = re.compile(r"\.(config\.yaml|metrics\.jsonl|latest)\.\d+\.partial")
 
 
 class RunFolder:
@@ -75,6 +77,9 @@ class RunFolder:
                 raise ConfigError(
                     f"{self.path}: another process is training this run; wait for it or stop it"
                 ) from error
+            for path in self.path.iterdir():
+                if _LEFTOVER.fullmatch(path.name):  # of a process that was killed
+                    path.unlink()
             yield
         finally:
             os.close(descriptor)
@@ -86,10 +91,10 @@ class RunFolder:
                 raise ConfigError(f"{self.path / name}: a symbolic link; links are not followed")
 
     def begin(self, config: RunConfig) -> None:
-        """Write the settings and empty figures."""
+        """Write the settings, which make the folder a run's, and then empty figures."""
         try:
-            replace_synced(self.metrics_path, b"")
             replace_synced(self.config_path, to_yaml(config).encode())
+            replace_synced(self.metrics_path, b"")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
 
