@@ -148,7 +148,7 @@ def main() -> None:
         print(f"undisturbed: {arguments.iterations} iterations, {seconds:.1f} s of training", flush=True)
         folder, newest, kills, writing = place / "killed", 0, 0, 0
         while kills < arguments.kills:
-            longest = {"birth": 3.0, "training": seconds / (2 + arguments.kills), "writing": 0.03}
+            longest = {"birth": 3.0, "training": seconds / (2 + arguments.kills), "writing": 0.006}
             after = draw.choice(("birth", "training", "training", "writing", "writing"))
             if live(config, folder, Death(draw.uniform(0.0, longest[after]), after)):
                 break

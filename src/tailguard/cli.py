@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tailguard._version import __version__
-from tailguard.errors import ConfigError, TailguardError
+from tailguard.errors import ConfigError, RunError, TailguardError
 
 app = typer.Typer(
     name="tailguard",
@@ -77,25 +77,21 @@ def train(
     from rich.console import Console
 
     from tailguard.config import load_config
-    from tailguard.runs.runner import RunFailed, resume_run
+    from tailguard.runs.runner import resume_run
     from tailguard.runs.runner import train as train_run
 
     def ask(question: str) -> bool:
         return yes or (sys.stdin.isatty() and typer.confirm(question))
 
-    try:
-        if resume is None:
-            given = list(overrides or [])
-            if bars is not None:
-                given.append(f"data.path={bars}")
-            train_run(load_config(config, given), Path("runs") / (name or "run"), Console(), ask=ask)
-        elif config or bars or overrides or name:
+    if resume is not None:
+        if config or bars or overrides or name:
             raise ConfigError(f"--resume {resume}: the run goes on with its own settings; give no others")
-        else:
-            resume_run(resume, Console(), ask)
-    except RunFailed as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        resume_run(resume, Console(), ask)
+        return
+    given = list(overrides or [])
+    if bars is not None:
+        given.append(f"data.path={bars}")
+    train_run(load_config(config, given), Path("runs") / (name or "run"), Console(), ask=ask)
 
 
 @app.command("config")
@@ -189,4 +185,4 @@ def main() -> None:
         app()
     except TailguardError as error:
         typer.echo(str(error), err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, RunError) else 2)

@@ -1,4 +1,4 @@
-"""Errors a user can act on. The command line prints them as one message and exits with status 2."""
+"""Errors a user can act on. The command line prints them as one message and exits with status 2, or 1 for a run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ class ConfigError(TailguardError):
 
 class CheckpointError(TailguardError):
     """A saved agent or checkpoint that is damaged, of another kind, or not to be trusted; the message names what."""
+
+
+class RunError(TailguardError):
+    """A run that could not go on though its settings are right, as on a full disk; the command line exits with 1."""
 
 
 class MissingExtraError(TailguardError):

@@ -188,7 +188,7 @@ def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="there is something else of this name"):
         learner.save(tmp_path / "file")
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with pytest.raises(OSError, match="file"):
         learner.save(tmp_path / "file" / "agent")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["agent", "file"]
 

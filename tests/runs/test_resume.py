@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tailguard.errors import CheckpointError, ConfigError
-from tailguard.runs.runner import RunFailed, resume_run, train
+from tailguard.errors import CheckpointError, ConfigError, RunError
+from tailguard.runs.runner import resume_run, train
 
 yes: Callable[[str], bool] = lambda _: True  # noqa: E731
 
@@ -223,12 +223,18 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
     folder = tmp_path / "full"
     fill = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))  # noqa: E731
     try:
-        with when((folder / "latest").exists, fill), pytest.raises(RunFailed) as found:
+        with when((folder / "latest").exists, fill), pytest.raises(RunError) as found:
             train(small_config(), folder, quiet)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large. The run has ended; the checkpoint of step" in str(found.value)
     assert "is intact. Make room" in str(found.value)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    try:
+        with pytest.raises(RunError, match="File too large"):  # the disk is full still
+            resume_run(folder, quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     resume_run(folder, quiet)
     assert hashes(folder) == hashes(whole)
     assert lines_of(folder) == lines_of(whole)
@@ -261,7 +267,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run_with_the_last_checkpoint_i
     with (
         unprivileged(folder) as lock_out,
         when((folder / "latest").exists, lock_out),
-        pytest.raises(RunFailed, match=r"Permission denied\. The run has ended; the checkpoint of step .* is intact"),
+        pytest.raises(RunError, match=r"Permission denied\. The run has ended; the checkpoint of step .* is intact"),
     ):
         train(small_config(), folder, quiet)
     resume_run(folder, quiet)

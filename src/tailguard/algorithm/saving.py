@@ -32,10 +32,7 @@ STREAMS = ("generator", "prediction_generator")
 
 def save_agent(agent: DistributionalPPO, folder: Path) -> None:
     """Write the agent to a folder of its own; an agent that is there already is replaced."""
-    try:
-        write_sealed(folder, capture(agent), describe(agent))
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be written: {error.strerror}") from error
+    write_sealed(folder, capture(agent), describe(agent))
 
 
 def load_agent(

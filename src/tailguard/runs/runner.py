@@ -19,7 +19,7 @@ from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
 from tailguard.envs.trading import TradingEnv
-from tailguard.errors import CheckpointError, ConfigError, TailguardError
+from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
 from tailguard.evaluate.table import growth, print_table
@@ -55,10 +55,6 @@ class RunResult:
         return mine / best if best > 0 else math.nan
 
 
-class RunFailed(TailguardError):
-    """A run that could not go on through no fault of its settings, a full disk for example."""
-
-
 def _say_no(_: str) -> bool:
     return False
 
@@ -80,18 +76,21 @@ def train(
     checkpoint where the newest is damaged. By default the answer is no, and the question becomes an error.
 
     The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
-    128 + the signal's number. Raises `RunFailed` when the disk does not take any more; the last checkpoint is intact.
+    128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
     """
     run = RunFolder(folder)
     with run.claimed():
         goes_on = _prepare_folder(run, config, replace, resume, ask)
         agent, split, synthetic = prepare_agent(config, run, console)
         store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
-        store.clean()
-        if goes_on:
-            _take_up(agent, store, run, console, ask)
-        _learn(agent, config, run, store, Validation(agent, split.validation), console)
-        _write_agent(agent, run, store)
+        try:
+            store.clean()
+            if goes_on:
+                _take_up(agent, store, run, console, ask)
+            _learn(agent, config, run, store, Validation(agent, split.validation), console)
+            agent.save(run.agent_path)
+        except OSError as error:
+            raise RunError(f"{error.filename or folder}: {error.strerror}. {_what_is_left(run, store)}") from error
         result = RunResult(folder, agent, _evaluate(agent, config, split.test, synthetic))
     console.print()
     print_table(result.results, "test, net of costs", console)
@@ -204,12 +203,8 @@ def _learn(
             minutes=training.checkpoint_minutes,
             goal=training.total_timesteps,
         )
-        try:
-            writers = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
-            agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
-        except OSError as error:
-            where = error.filename or run.path
-            raise RunFailed(f"{where}: {error.strerror}. {_what_is_left(run, store)}") from error
+        writers = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+        agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
     if stop.received is not None:
         console.print(
             f"saved    checkpoint step {keeper.saved_step:,} written and verified. "
@@ -217,13 +212,6 @@ def _learn(
             soft_wrap=True,
         )
         raise SystemExit(128 + stop.received)
-
-
-def _write_agent(agent: DistributionalPPO, run: RunFolder, store: CheckpointStore) -> None:
-    try:
-        agent.save(run.agent_path)
-    except CheckpointError as error:
-        raise RunFailed(f"{error}. {_what_is_left(run, store)}") from error
 
 
 def _what_is_left(run: RunFolder, store: CheckpointStore) -> str:
