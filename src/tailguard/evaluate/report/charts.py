@@ -41,16 +41,19 @@ MARKED_TRADES = 300
 DAY_MS = 86_400_000
 
 
-def equity_chart(results: Mapping[str, BacktestResult], hidden: Sequence[str] = ("flat",)) -> go.Figure:
-    """Equity of each policy and, below, its fall from the highest equity so far."""
+def equity_chart(
+    results: Mapping[str, BacktestResult],
+    falls: Sequence[str] = ("agent", "buy & hold"),
+    hidden: Sequence[str] = ("flat",),
+) -> go.Figure:
+    """Equity of each policy and, below, how far `falls` were from the highest equity so far."""
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
     for position, (name, result) in enumerate(results.items()):
         line, when = line_of(name, position), close_times(result)
         visible = "legendonly" if name in hidden else True
-        fall = 100 * metrics.drawdowns(result.equity) if result.equity.min() > 0 else None
-        for row, values in ((1, result.equity), (2, fall)):
-            if values is None:
-                continue
+        rows = [(1, result.equity)]
+        rows += [(2, 100 * metrics.drawdowns(result.equity))] if name in falls else []
+        for row, values in rows:
             shown = thin(values)
             chart.add_scatter(
                 x=times(when[shown]),
@@ -154,7 +157,7 @@ def stress_chart(scenarios: Sequence[Scenario], own: Interval) -> go.Figure:
     if np.isfinite([own.low, own.high]).all():
         chart.add_vrect(x0=own.low, x1=own.high, fillcolor=GREY, opacity=0.2, line_width=0)
     chart.update_yaxes(autorange="reversed")
-    chart.update_xaxes(title_text="Sharpe ratio, a year; grey: 95 % interval of the unstressed one")
+    chart.update_xaxes(title_text="Sharpe ratio, a year")
     chart.update_layout(hovermode="closest", showlegend=False)
     return chart
 
@@ -194,6 +197,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
             row=2,
             col=1,
         )
+    chart.update_xaxes(range=[when[0], when[-1]])
     chart.update_yaxes(title_text=f"{label(result.symbols[asset])}, price", row=1, col=1)
     chart.update_yaxes(title_text="position, % of equity", row=2, col=1)
     return dress(chart, 480)

@@ -16,6 +16,7 @@
     const update = {
       "font.color": ink, "font.family": "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif",
       "font.size": narrow() ? 11 : 12, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      "modebar.bgcolor": "rgba(0,0,0,0)", "modebar.color": line, "modebar.activecolor": ink,
       "hoverlabel.bgcolor": paper, "hoverlabel.bordercolor": line,
     };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))) {
@@ -46,8 +47,9 @@
         if (title) title.font = { size: 10.5 };
       }
     }
-    const options = { responsive: true, displaylogo: false, displayModeBar: narrow() ? false : "hover",
-                      modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
+    const small = narrow() || plot.closest(".grid");
+    const options = { responsive: true, displaylogo: false, displayModeBar: !small,
+                      modeBarButtons: [["toImage", "resetScale2d"]] };
     return Plotly.newPlot(plot, chart.data, chart.layout, options);
   }
 

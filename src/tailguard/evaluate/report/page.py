@@ -18,6 +18,11 @@ def escape(text: object) -> str:
     return html.escape(str(text))
 
 
+def prose(text: object) -> str:
+    """A sentence as HTML, in which a number and its percent sign stay on one line."""
+    return escape(text).replace(" %", "&nbsp;%")
+
+
 @dataclass
 class Page:
     """HTML as it grows, and how many charts are in it."""
@@ -34,14 +39,14 @@ class Page:
         self.add(f'<h2 id="{escape(anchor)}">{escape(text)}</h2>')
 
     def paragraph(self, text: str, style: str = "") -> None:
-        self.add(f'<p class="{escape(style)}">{escape(text)}</p>' if style else f"<p>{escape(text)}</p>")
+        self.add(f'<p class="{escape(style)}">{prose(text)}</p>' if style else f"<p>{prose(text)}</p>")
 
     def chart(self, chart: go.Figure, caption: str, title: str = "") -> None:
         """Put a chart; `caption` says what to see in it, and to those who cannot see it what it shows."""
         self.charts += 1
         name = f"chart-{self.charts}"
         head = f"<h3>{escape(title)}</h3>" if title else ""
-        foot = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        foot = f"<figcaption>{prose(caption)}</figcaption>" if caption else ""
         self.add(
             f'<figure>{head}<div class="plot" id="{name}" role="img" aria-label="{escape(caption or title)}" '
             f'style="height:{chart.layout.height or 400}px"></div>{foot}</figure>'
@@ -52,7 +57,8 @@ class Page:
         self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, own: str | None = None, caption: str = ""
     ) -> None:
         """A table whose first column names the rows; the row named `own` stands out."""
-        above = f"<caption>{escape(caption)}</caption>" if caption else ""
+        if caption:
+            self.paragraph(caption, "soft")
         head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
         body = "".join(
             f"<tr{' class=own' if own is not None and row[0] == own else ''}>"
@@ -60,7 +66,7 @@ class Page:
             + "</tr>"
             for row in rows
         )
-        self.add(f'<div class="wide"><table>{above}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+        self.add(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         """Names and texts of any length."""

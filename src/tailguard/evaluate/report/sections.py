@@ -6,9 +6,10 @@ import math
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.report import charts
 from tailguard.evaluate.report.collect import Evidence
-from tailguard.evaluate.report.page import Page, escape
+from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, p_value, share, verdict, window_in_words
 from tailguard.evaluate.table import growth, percent
@@ -29,6 +30,9 @@ MOODS = {
     Judgement.LOSS: "bad",
     Judgement.RUIN: "bad",
 }
+RESULTS_CAPTION = (
+    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; small p: hardly by chance."
+)
 SHOWN_ASSETS = 4
 """Assets with a chart of their own."""
 ENOUGH_WINDOWS = 26
@@ -47,11 +51,16 @@ def _opening(page: Page, evidence: Evidence) -> None:
     judged = verdict(evidence)
     page.add(f"<h1>{escape(evidence.name)}</h1>")
     page.paragraph(evidence.market, "soft")
-    page.paragraph(" · ".join(f"{name} {period}" for name, period in evidence.periods.items()), "soft")
+    parts = (
+        f'<span class="together">{escape(name)} {escape(period)}</span>' for name, period in evidence.periods.items()
+    )
+    page.add(f'<p class="soft">{" · ".join(parts)}</p>')
     headline = judged.judgement[0].upper() + judged.judgement[1:]
+    lead, *rest = judged.sentences
     page.add(
-        f'<div class="verdict {MOODS[judged.judgement]}"><strong>{escape(headline)}</strong>'
-        f"{escape(' '.join(judged.sentences))}</div>"
+        f'<div class="verdict {MOODS[judged.judgement]}"><strong>{escape(headline)}</strong>{prose(lead)}'
+        + (f"<ul>{''.join(f'<li>{prose(sentence)}</li>' for sentence in rest)}</ul>" if rest else "")
+        + "</div>"
     )
     links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in SECTIONS.items())
     page.add(f"<nav>{links}</nav>")
@@ -73,19 +82,29 @@ def _growth(page: Page, evidence: Evidence) -> None:
             (
                 name,
                 growth(figures["growth_per_year"]),
-                percent(figures["volatility"], sign=False),
-                number(ratio.estimate),
-                "–" if math.isnan(ratio.low) else f"{ratio.low:.2f} to {ratio.high:.2f}",
+                with_interval(ratio),
                 percent(figures["max_drawdown"]),
                 percent(figures[week]),
+                percent(figures["volatility"], sign=False),
                 f"{figures['turnover_per_day']:.2f}",
                 percent(costs_per_year(result), sign=False),
                 "–" if difference is None or math.isnan(difference.p_value) else p_value(difference.p_value),
             )
         )
-    headings = ["policy", "growth/yr", "volatility/yr", "Sharpe", "95 % interval", "deepest fall"]
-    headings += [f"CVaR 5 %, {week.removeprefix('cvar_5_')}", "turnover/day", "costs/yr", "agent is better"]
-    page.table(headings, rows, own="agent", caption="Test period, net of all costs. p: one-sided, Sharpe ratios.")
+    headings = ["policy", "growth/yr", "Sharpe [95 % interval]", "deepest fall"]
+    headings += [
+        f"CVaR 5 %, {week.removeprefix('cvar_5_')}",
+        "volatility/yr",
+        "turnover/day",
+        "costs/yr",
+        "agent ahead",
+    ]
+    page.table(
+        headings,
+        rows,
+        own="agent",
+        caption=RESULTS_CAPTION,
+    )
     page.paragraph(
         "Random timing is the agent's own trades moved along the bars: same turnover, same exposure, no relation to "
         f"the prices. Before costs the agent earned {percent(evidence.timing.earned)} of equity a year; of all other "
@@ -161,7 +180,8 @@ def _stress(page: Page, evidence: Evidence) -> None:
     page.heading("stress", SECTIONS["stress"])
     page.chart(
         charts.stress_chart(evidence.stress, evidence.sharpes["agent"]),
-        "The same agent on the same bars, with one thing made worse. A difference inside the grey band says little.",
+        "The same agent on the same bars, with one thing made worse. The grey band is the 95 % interval of the "
+        "unstressed ratio: a difference inside it says little.",
     )
     rows = [
         (
@@ -207,7 +227,7 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
             ("exposure, net", percent(figures["net_exposure"])),
             ("turnover a day, of equity", percent(figures["turnover_per_day"], sign=False)),
             ("unfilled a day, of equity", percent(figures["unfilled_per_day"], sign=False)),
-            ("bars with a gain, of those that moved", percent(figures["hit_rate"], sign=False)),
+            ("bars with a gain", percent(figures["hit_rate"], sign=False)),
             ("profit factor", number(figures["profit_factor"])),
             ("longest time below a high", f"{figures['longest_drawdown_days']:,.0f} days"),
         ],
@@ -259,6 +279,11 @@ def _repeat(page: Page, evidence: Evidence) -> None:
 def costs_per_year(result: BacktestResult) -> float:
     """All costs together, as a share of equity a year."""
     return sum(value for name, value in result.metrics.items() if name.startswith("cost_"))
+
+
+def with_interval(found: Interval) -> str:
+    """1.91 [0.84, 2.93]; – where there is no number."""
+    return number(found.estimate) + ("" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
 
 
 def number(value: float) -> str:

@@ -24,7 +24,7 @@ BY_NAME = {
     "planted optimum": (GREEN, "dash"),
     "moving-average cross": (PURPLE, "dot"),
     "volatility target": (VERMILLION, "dashdot"),
-    "random timing": (SKY, "longdash"),
+    "random timing": (SKY, "solid"),
     "flat": (GREY, "dot"),
 }
 

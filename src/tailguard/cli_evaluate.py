@@ -1,0 +1,211 @@
+"""The commands that look at finished runs: `backtest`, `report` and `compare`. They parse, call and print."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from tailguard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tailguard.algorithm.ppo import DistributionalPPO
+    from tailguard.data.bars import Bars
+    from tailguard.evaluate.backtest import BacktestResult
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, as runs/demo.")]
+Symbol = Annotated[str | None, typer.Option(help="Trade this symbol alone, for an agent that trades one an account.")]
+
+
+def backtest(
+    run: Run,
+    data: Annotated[
+        Path | None, typer.Option(help="Bars to trade instead of the run's own: a file or a folder.")
+    ] = None,
+    split: Annotated[
+        Literal["test", "validation", "train"] | None, typer.Option(help="Part of the run's own bars. Default: test.")
+    ] = None,
+    symbol: Symbol = None,
+    costs: Annotated[float, typer.Option(help="Factor on all assumed costs: 2 doubles them.")] = 1.0,
+    delay: Annotated[int, typer.Option(help="Bars that every decision waits beyond the next open.")] = 0,
+    noise: Annotated[
+        float, typer.Option(help="Noise on the agent's features, in standard deviations of each: 0.1.")
+    ] = 0.0,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write every bar of the agent: equity, weights, costs. .csv or .parquet.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - prints them and nothing else.")
+    ] = None,
+) -> None:
+    """Trade bars with a run's agent and show it beside the baselines, net of all costs."""
+    from rich.console import Console
+
+    from tailguard.data.storage import check_writable, write_frame
+    from tailguard.evaluate.table import print_table
+
+    if csv is not None:
+        check_writable(csv)
+    console = Console(stderr=json_file == "-")
+    title, results = _backtests(run, data, split, symbol, (costs, delay, noise), console)
+    if json_file != "-":
+        print_table(results, title, console)
+    if csv is not None:
+        write_frame(results["agent"].frame(), csv)
+        console.print(f"saved    {csv}", soft_wrap=True, markup=False, highlight=False)
+    if json_file is not None:
+        stress = {"costs": costs, "delay": delay, "noise": noise}
+        text = json.dumps({"run": str(run), "part": title, **stress, "results": _figures(results)}, indent=2)
+        if json_file == "-":
+            typer.echo(text)
+        else:
+            Path(json_file).write_text(text + "\n", encoding="utf-8")
+            console.print(f"saved    {json_file}", soft_wrap=True, markup=False, highlight=False)
+
+
+def report(
+    run: Run,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in the run.")] = None,
+    symbol: Symbol = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Judge by this risk budget: -0.04 allows the worst windows to lose 4 % on average."),
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Share of windows that the limit speaks of.")] = 0.05,
+    horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
+    trials: Annotated[
+        int, typer.Option(help="Configurations tried on the way to this run; the luck of the best is taken off.")
+    ] = 1,
+) -> None:
+    """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
+    from rich.console import Console
+
+    from tailguard.evaluate.report import write_report
+    from tailguard.evaluate.report.collect import Budget, collect, work_ahead
+    from tailguard.evaluate.report.verdict import verdict
+    from tailguard.evaluate.trained import open_run
+    from tailguard.validate import check_count, check_range
+
+    check_count("--trials", trials)
+    if limit is not None:
+        check_range("--limit", limit, low=-1, high=0)
+        check_range("--alpha", alpha, low=0, high=1, low_open=True, high_open=True)
+    console = Console()
+    opened = open_run(run)
+    _one_account(opened.agent, opened.split.test, symbol)
+    if symbol is not None:
+        opened = opened.select(symbol)
+    budget = None if limit is None else Budget(limit, alpha, horizon)
+    with shown_steps("report", work_ahead(opened), console) as begin:
+        evidence = collect(opened, budget=budget, trials=trials, before_each=begin)
+    path = out or run / "report.html"
+    write_report(evidence, path)
+    console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Folders of finished runs.")],
+    out: Annotated[Path, typer.Option(help="HTML file with the equity curves over each other.")] = Path("compare.html"),
+) -> None:
+    """Show runs side by side: figures, how sure the difference is, the settings that differ, and a chart."""
+    from rich.console import Console
+
+    from tailguard.evaluate.compare import compare_runs, comparison_page, print_comparison
+    from tailguard.evaluate.report import write_page
+
+    console = Console()
+    with shown_steps("compare", len(runs), console) as begin:
+        comparison = compare_runs(runs, before_each=begin)
+    print_comparison(comparison, console)
+    write_page(comparison_page(comparison), out)
+    console.print(f"chart    {out}", soft_wrap=True, markup=False, highlight=False)
+
+
+@contextmanager
+def shown_steps(label: str, total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """Show which of `total` steps is under way; the function given is called with a step's name when it begins."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label, total=total, completed=-1)
+
+        def begin(name: str) -> None:
+            bar.update(task, advance=1, description=f"{label}  {name}")
+
+        yield begin
+
+
+def _backtests(
+    folder: Path,
+    data: Path | None,
+    split: Literal["test", "validation", "train"] | None,
+    symbol: str | None,
+    stress: tuple[float, int, float],
+    console: Console,
+) -> tuple[str, dict[str, BacktestResult]]:
+    """What was traded, in words, and the results: the agent under the stress, the baselines under its costs."""
+    from tailguard.evaluate.backtest import backtest as run_backtest
+    from tailguard.evaluate.baselines import standard_baselines
+    from tailguard.evaluate.stress import scaled_costs
+    from tailguard.evaluate.trained import load_agent, open_run, run_config
+
+    costs, delay, noise = stress
+    config = run_config(folder)
+    if data is None:
+        opened = open_run(folder)
+        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net of costs"
+    elif split is not None:
+        raise ConfigError(
+            f"--split {split}: names a part of the run's own bars; --data {data} gives others. Choose one"
+        )
+    else:
+        agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net of costs"
+    bars = _one_account(agent, bars, symbol)
+    market = scaled_costs(config.market, costs)
+    baselines = standard_baselines(market.leverage, market.allow_short)
+    with shown_steps("backtest", 1 + len(baselines), console) as begin:
+        begin("agent")
+        results = {"agent": run_backtest(agent, bars, market, delay=delay, noise=noise)}
+        for name, policy in baselines.items():
+            begin(name)
+            results[name] = run_backtest(policy, bars, market, delay=delay)
+    return title, results
+
+
+def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None) -> Bars:
+    """The bars of one symbol if it is named; an agent that trades one symbol an account needs it to be."""
+    if symbol is not None:
+        return bars.select(symbol)
+    if agent.spec is not None and agent.spec.accounts == "per_symbol" and len(bars.symbols) > 1:
+        raise ConfigError(
+            f"the agent trades each symbol in an account of its own; choose one of {', '.join(bars.symbols)} with "
+            f"--symbol {bars.symbols[0]}"
+        )
+    return bars
+
+
+def _other_bars(path: Path, folder: Path, symbol: str | None) -> Bars:
+    """Bars from elsewhere, of the symbols that the run names."""
+    from tailguard.data.sources import load_bars
+    from tailguard.evaluate.trained import run_config
+
+    data = run_config(folder).data
+    bars = load_bars(path, gaps=data.gaps, volume_unit=data.volume_unit)
+    return bars.select(*data.symbols) if data.symbols and symbol is None else bars
+
+
+def _figures(results: dict[str, BacktestResult]) -> dict[str, dict[str, float | None]]:
+    """All figures by policy; what is not a number is null."""
+    return {
+        name: {figure: value if math.isfinite(value) else None for figure, value in result.metrics.items()}
+        for name, result in results.items()
+    }

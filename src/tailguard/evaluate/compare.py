@@ -1,0 +1,188 @@
+"""Runs side by side: what each did on its test period, how sure the difference is, and which settings made it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from tailguard.config import to_dict
+from tailguard.errors import ConfigError
+from tailguard.evaluate.backtest import BacktestResult, backtest
+from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
+from tailguard.evaluate.report.charts import equity_chart
+from tailguard.evaluate.report.collect import prices_of
+from tailguard.evaluate.report.page import Page, escape
+from tailguard.evaluate.report.sections import with_interval
+from tailguard.evaluate.report.verdict import p_value
+from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
+from tailguard.evaluate.table import growth, percent
+from tailguard.evaluate.trained import open_run
+
+HEADINGS = ("run", "test period", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
+AHEAD = "ahead of first"
+SEED = "training.seed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a comparison."""
+
+    name: str
+    result: BacktestResult
+    """On its own test period, net of costs."""
+    sharpe: Interval
+    ahead: Interval | None
+    """Its Sharpe ratio less that of the first run; none for the first, and where the two met other bars."""
+    settings: Mapping[str, Any]
+    """Every setting by its path."""
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of its row, as `HEADINGS` and `AHEAD` name them."""
+        figures, (first, last) = self.result.metrics, self.result.time[[0, -1]].astype("datetime64[ms]")
+        return (
+            self.name,
+            f"{first.astype('datetime64[D]')} to {last.astype('datetime64[D]')}",
+            growth(figures["growth_per_year"]),
+            with_interval(self.sharpe),
+            percent(figures["max_drawdown"]),
+            percent(figures.get("cvar_5_week", math.nan)),
+            f"{figures['turnover_per_day']:.2f}",
+            "–" if self.ahead is None or math.isnan(self.ahead.p_value) else p_value(self.ahead.p_value),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs, and what can be said of them together."""
+
+    entries: tuple[Entry, ...]
+    differing: Mapping[str, tuple[str, ...]]
+    """Settings that are not the same everywhere, with each run's value."""
+    seeds: SeedSummary | None
+    """Interquartile mean of the Sharpe ratios where the runs differ in their seed alone."""
+
+    def notes(self) -> list[str]:
+        """What to keep in mind, in words."""
+        notes = []
+        if any(entry.ahead is None for entry in self.entries[1:]):
+            notes.append("Runs that were tested on other bars than the first are not compared with it.")
+        if self.seeds is not None:
+            found = self.seeds
+            few = "" if found.seeds >= 5 else "; fewer than five seeds say little"
+            notes.append(
+                f"Over {found.seeds} seeds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
+                f"{100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f}{few}."
+            )
+        elif len(self.entries) > 1:
+            notes.append(
+                f"The best of {len(self.entries)} runs looks better than it is: tailguard report RUN --trials "
+                f"{len(self.entries)} takes that into account."
+            )
+        return notes
+
+
+def compare_runs(
+    folders: Sequence[Path], *, seed: int = 0, before_each: Callable[[str], None] = lambda _: None
+) -> Comparison:
+    """Backtest every run on its own test period.
+
+    `before_each`: called with a run's name before its backtest, to show progress.
+    """
+    if len(folders) < 2:
+        raise ConfigError("compare: give at least two runs, as runs/one runs/two")
+    draw = np.random.default_rng(seed)
+    entries: list[Entry] = []
+    first: tuple[BacktestResult, np.ndarray] | None = None
+    for name, folder in zip(_names(folders), folders, strict=True):
+        before_each(name)
+        run = open_run(folder)
+        result = backtest(run.agent, run.split.test)
+        prices = prices_of(result, run.split.test.panel("portfolio"))
+        statistic = sharpe_statistic(result.bars_per_year)
+        ahead = None
+        if first is None:
+            first = result, prices
+        elif np.array_equal(first[0].time, result.time) and np.array_equal(first[1], prices):
+            ahead = paired_difference(result.net, first[0].net, statistic, draw)
+        settings = dict(_flat(to_dict(run.config)))
+        entries.append(Entry(name, result, interval(result.net, statistic, draw), ahead, settings))
+    differing = _differing(entries)
+    ratios = np.array([entry.sharpe.estimate for entry in entries])
+    seeds = iqm_over_seeds(ratios, draw) if set(differing) == {SEED} and np.isfinite(ratios).all() else None
+    return Comparison(tuple(entries), differing, seeds)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """The comparison in a terminal."""
+    _print(("test, net of costs", *HEADINGS[1:], AHEAD), [entry.row for entry in comparison.entries], console)
+    if comparison.differing:
+        console.print()
+        names = tuple(entry.name for entry in comparison.entries)
+        _print(("settings", *names), [(key, *values) for key, values in comparison.differing.items()], console)
+    console.print()
+    for note in comparison.notes():
+        console.print(f"note     {note}", soft_wrap=True, markup=False, highlight=False)
+
+
+def comparison_page(comparison: Comparison) -> str:
+    """The comparison as one HTML file: equity curves over each other, the table, and what differs."""
+    page = Page()
+    names = [entry.name for entry in comparison.entries]
+    page.add(f"<h1>{escape(' · '.join(names))}</h1>")
+    for note in comparison.notes():
+        page.paragraph(note)
+    results = {entry.name: entry.result for entry in comparison.entries}
+    page.chart(
+        equity_chart(results, falls=names, hidden=()),
+        "Equity of each agent on its own test period, net of all costs, and how far below its high it was.",
+    )
+    page.table((*HEADINGS, AHEAD), [entry.row for entry in comparison.entries], caption="Test period, net of costs.")
+    if comparison.differing:
+        page.heading("settings", "What is different")
+        page.table(("setting", *names), [(key, *values) for key, values in comparison.differing.items()])
+    return page.html(f"{' · '.join(names)} · Tailguard comparison")
+
+
+def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for position, heading in enumerate(headings):
+        table.add_column(_plain(heading), justify="right" if position else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_plain(cell) for cell in row))
+    console.print(table)
+
+
+def _plain(text: str) -> str:
+    """Text that rich shows as it is: [5.78, 9.31] is no markup."""
+    return text.replace("[", "\\[")
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, or their whole paths where two are the same."""
+    short = [folder.resolve().name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
+
+
+def _differing(entries: Sequence[Entry]) -> dict[str, tuple[str, ...]]:
+    keys = dict.fromkeys(key for entry in entries for key in entry.settings)
+    table = {key: [entry.settings.get(key) for entry in entries] for key in keys}
+    return {
+        key: tuple(str(value) for value in values)
+        for key, values in table.items()
+        if any(value != values[0] for value in values)
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in settings.items():
+        pairs += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return pairs

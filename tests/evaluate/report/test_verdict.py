@@ -1,0 +1,91 @@
+"""The verdict says what the figures say, also when that is nothing good."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tailguard.evaluate.bootstrap import Interval
+from tailguard.evaluate.calibration import RiskBudget
+from tailguard.evaluate.calibration import Verdict as Budgeted
+from tailguard.evaluate.report.collect import AlarmRaised, Evidence
+from tailguard.evaluate.report.verdict import Judgement, judge, verdict, window_in_words
+from tailguard.evaluate.stress import Scenario
+
+
+def grown(evidence: Evidence, total: float = 1.5, **changes: object) -> Evidence:
+    """The evidence with an agent whose equity ends at this multiple."""
+    result = evidence.agent
+    equity = np.geomspace(1.0, total, len(result.equity))
+    own = replace(result, equity=equity, net=equity[1:] / equity[:-1] - 1, **changes)
+    return replace(evidence, results=evidence.results | {"agent": own}, stress=(Scenario("costs ×2", own),))
+
+
+def with_tests(evidence: Evidence, deflated: float, timing: float) -> Evidence:
+    skill = replace(evidence.skill, deflated=deflated, years=1.0, needed_years=3.5)
+    return replace(evidence, skill=skill, timing=replace(evidence.timing, p_value=timing))
+
+
+@pytest.mark.parametrize(
+    ("deflated", "timing", "judgement", "words"),
+    [
+        (0.99, 0.01, Judgement.SKILL, "above what luck explains is 99 %, and its positions at other times"),
+        (0.99, 0.20, Judgement.EXPOSURE, "would have paid as much in 20 % of all cases, so it is paid for holding"),
+        (
+            0.80,
+            0.01,
+            Judgement.NO_SKILL,
+            "is only 80 %, less than the 95 % one would want. A ratio like this takes",
+        ),
+        (math.nan, 0.01, Judgement.NO_SKILL, "no evidence of skill"),
+    ],
+)
+def test_skill_needs_both_a_ratio_beyond_luck_and_timing(
+    evidence: Evidence, deflated: float, timing: float, judgement: Judgement, words: str
+) -> None:
+    found = verdict(with_tests(grown(evidence), deflated, timing))
+    assert found.judgement is judgement
+    assert words in str(found)
+
+
+def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: Evidence) -> None:
+    lost = verdict(with_tests(grown(evidence, 0.9), 0.99, 0.01))
+    assert lost.judgement is Judgement.LOSS
+    assert lost.sentences[-1] == "Do not trade it."
+    ruined = grown(evidence, 0.9, liquidated=True)
+    assert judge(ruined) is Judgement.RUIN
+    assert "closed by force" in str(verdict(ruined))
+    idle = verdict(grown(evidence, 1.0, turnover=np.zeros_like(evidence.agent.turnover)))
+    assert idle.judgement is Judgement.IDLE
+    assert "nothing to judge" in str(idle)
+
+
+def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: Evidence) -> None:
+    good, bad = grown(evidence), grown(evidence, 0.8).agent
+    stress = (Scenario("costs ×2", good.agent), Scenario("costs ×3", bad), Scenario("fills 1 bar later", bad))
+    alarms = (AlarmRaised("lstm_dead", 10, 2, "…"),)
+    words = str(verdict(replace(good, stress=stress, alarms=alarms)))
+    assert "It does not survive costs ×3 and fills 1 bar later." in words
+    assert "1 kind of alarm went off in training" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("kept", "was kept"), ("broken", "was broken"), ("undecided", "cannot decide")]
+)
+def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, words: str) -> None:
+    found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
+    budget = RiskBudget(Budgeted(kind), found, -0.04, 0.05, 168, 2.6)
+    text = str(verdict(replace(grown(evidence), budget=budget)))
+    assert "With a limit of -4.0 %, the worst 5 % of weeks made -3.1 % on average" in text
+    assert words in text
+
+
+def test_windows_are_called_by_the_time_they_take() -> None:
+    hourly = 365.25 * 24
+    assert window_in_words(168, hourly) == "weeks"
+    assert window_in_words(48, hourly) == "windows of 2 days"
+    assert window_in_words(5, hourly) == "windows of 5 hours"
+    assert window_in_words(1, 365.25 * 24 * 4) == "windows of 1 bars"
