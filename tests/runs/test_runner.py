@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import tailguard as tg
-from tailguard.errors import ConfigError
+from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.table import growth, percent, print_table
 from tailguard.runs.runner import AGENT, ORACLE, RunResult, train, verdict
@@ -66,6 +66,16 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: P
         with pytest.raises(ConfigError, match="exists already and holds no run"):
             train(small_config(), tmp_path, quiet, replace=replace)
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_settings_that_cannot_be_used_do_not_claim_the_name(tmp_path: Path, small_config, quiet) -> None:
+    short = "training.total_timesteps=128"
+    with pytest.raises(BarsError, match="nowhere"):
+        train(small_config(short, "data.path=nowhere.parquet"), tmp_path / "run", quiet)
+    train(small_config(short), tmp_path / "run", quiet)
+    with pytest.raises(BarsError, match="nowhere"):
+        train(small_config(short, "data.path=nowhere.parquet"), tmp_path / "run", quiet, replace=True)
+    assert (tmp_path / "run" / "agent").is_dir()  # the earlier run is still there
 
 
 def test_numbers_as_people_write_them() -> None:

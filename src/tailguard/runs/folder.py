@@ -91,15 +91,15 @@ class RunFolder:
                 raise ConfigError(f"{self.path / name}: a symbolic link; links are not followed")
 
     def begin(self, config: RunConfig) -> None:
-        """Write the settings, which make the folder a run's, and then empty figures."""
+        """Remove an earlier run, write the settings, which make the folder a run's, and then empty figures."""
         try:
+            self._clear()
             replace_synced(self.config_path, to_yaml(config).encode())
             replace_synced(self.metrics_path, b"")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
 
-    def clear(self) -> None:
-        """Remove an earlier run, and only that."""
+    def _clear(self) -> None:
         for name in (LATEST, CONFIG, METRICS):
             (self.path / name).unlink(missing_ok=True)
         for name in (CHECKPOINTS, TENSORBOARD, AGENT):

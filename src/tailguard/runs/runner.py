@@ -80,8 +80,10 @@ def train(
     """
     run = RunFolder(folder)
     with run.claimed():
-        goes_on = _prepare_folder(run, config, replace, resume, ask)
+        goes_on = _goes_on(run, config, replace, resume, ask)
         agent, split, synthetic = prepare_agent(config, run, console)
+        if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
+            run.begin(config)
         store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
         try:
             store.clean()
@@ -107,8 +109,8 @@ def resume_run(folder: Path, console: Console, ask: Callable[[str], bool] = _say
     return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask)
 
 
-def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
-    """Begin a run in the folder, or make sure that the one in it may go on; returns whether it goes on."""
+def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
+    """Whether the run in the folder goes on; False if a new one may begin there, an error if neither may be."""
     if run.holds_a_run() and not replace:
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
@@ -117,11 +119,8 @@ def _prepare_folder(run: RunFolder, config: RunConfig, replace: bool, resume: bo
                 "or choose another --name"
             )
         return True
-    if run.holds_a_run():
-        run.clear()
-    elif not run.is_free():
+    if not run.holds_a_run() and not run.is_free():
         raise ConfigError(f"{run.path}: the folder exists already and holds no run; choose another --name")
-    run.begin(config)
     return False
 
 
