@@ -45,6 +45,8 @@ class CriticView:
     quantiles: Tensor | None
     """Midpoint quantiles of the return, [T, N, Q]."""
     next_quantiles: Tensor | None
+    final: CriticOutput
+    """What the critic says of the last row's true successor, [N, ...]."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def look(
             next_baseline[row] = at_row
             if next_quantiles is not None and quantiles_at_row is not None:
                 next_quantiles[row] = quantiles_at_row
-        views.append(CriticView(output, value, baseline, next_baseline, quantiles, next_quantiles))
+        final = next_outputs[max(next_outputs)]
+        views.append(CriticView(output, value, baseline, next_baseline, quantiles, next_quantiles, final))
     return tuple(views), after
 
 

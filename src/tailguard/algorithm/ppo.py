@@ -19,6 +19,7 @@ from tailguard.algorithm.estimate import Estimates, estimate, first_returns, loo
 from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
 from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler, optimizer_figures
+from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
 from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import AdaptiveKL, KLStopState, Schedule
@@ -31,6 +32,7 @@ from tailguard.monitor.health import Alarm, HealthMonitor
 from tailguard.monitor.metrics import GradientNorms, Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
 from tailguard.returns import RunningMoments, normalise_advantages
+from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class DistributionalPPO:
     `seed`: of the weights, the actions, the minibatches and the environment.
     `device`: where the network lives; the environment's own device by default.
     `num_envs`: copies to make of a Gymnasium id.
+    `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
     `extensions`: further terms of the loss.
     """
 
@@ -61,6 +64,7 @@ class DistributionalPPO:
         seed: int = 0,
         device: torch.device | str | None = None,
         num_envs: int | None = None,
+        risk: RiskConfig | None = None,
         extensions: Sequence[LossTerm] = (),
         **options: Any,
     ) -> None:
@@ -82,6 +86,9 @@ class DistributionalPPO:
         self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
         self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.learning_rate, seed)
         self.scaler = make_scaler(self.optimizer, self.config)
+        self.risk: RiskBudget | None = None
+        if risk is not None and risk.enabled:
+            self.risk = RiskBudget(risk, self.config, self.env, self.agent, seed)
         self.gradient_norms = GradientNorms(self.agent)
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
         self.health = HealthMonitor()
@@ -118,6 +125,8 @@ class DistributionalPPO:
         }
         if self.scaler is not None:
             parts["vgs"] = self.scaler
+        if self.risk is not None:
+            parts["risk"] = self.risk
         return parts
 
     # --- learning -----------------------------------------------------------------------------------------------
@@ -230,10 +239,11 @@ class DistributionalPPO:
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, estimates: Estimates) -> tuple[Batch, dict[str, Tensor]]:
-        """Normalise the advantages, move the return's scale, and bring everything into its units."""
-        advantages, degenerate = normalise_advantages(
-            estimates.advantages, rollout.valid, self.config.normalise_advantages
-        )
+        """Price risk, normalise the advantages, move the return's scale, and bring everything into its units."""
+        raw, figures = estimates.advantages, dict[str, Tensor]()
+        if self.risk is not None:
+            raw, figures = self.risk.advantages(rollout, estimates)
+        advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
         moments = self.return_moments
         change = moments.update(estimates.value_targets, rollout.valid)
         relaid = move_return_scale(self.agent, self.optimizer, change, self.scaler)
@@ -243,7 +253,7 @@ class DistributionalPPO:
         batch = make_batch(self.agent, rollout, estimates, advantages, moments)
         for extension in self.extensions:
             batch = extension.prepare(rollout, estimates, batch, self.state.progress)
-        figures = {
+        figures |= {
             "critic/return_mean": moments.mean.clone(),
             "critic/return_std": moments.std.clone(),
             "critic/return_std_drift": change.std_ratio,

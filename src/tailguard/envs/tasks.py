@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tailguard.envs.protocol import Discrete, Step
+from tailguard.envs.protocol import Box, Discrete, Step
 from tailguard.errors import ConfigError, TailguardError
 
 
@@ -110,3 +110,85 @@ class RecallEnv:
 
     def _observation(self, cue: Tensor, time: Tensor) -> Tensor:
         return torch.stack((torch.where(time == 0, cue, 0.0), (time == self.delay).to(cue.dtype)), dim=-1)
+
+
+class BetsEnv:
+    """Bet on one asset, `steps` times in a row: what is earned is w·(μ + σ·noise), and the episode's P&L is its sum.
+
+    With one step and a limit d on the expected shortfall, everything is known in closed form: the best weight is
+    d / (k·σ − μ), with k = φ(z_α)/α for Gaussian noise, and the price of risk is λ = S / (k − S) with S = μ/σ. With
+    more steps the best *constant* weight is known; a policy that looks at its P&L does better.
+
+    Observations are [P&L so far, share of the steps to come]. All episodes end together, by time.
+    `outcome` holds `pnl`, [N].
+    """
+
+    observation_size = 2
+
+    def __init__(
+        self,
+        num_envs: int,
+        steps: int = 1,
+        mean: float = 0.05,
+        volatility: float = 0.2,
+        *,
+        freedom: int | None = None,
+        bounds: tuple[float, float] = (-1.0, 5.0),
+    ) -> None:
+        """Make the task.
+
+        Args:
+            num_envs: Environments that step together.
+            steps: Bets in an episode.
+            mean: Expected return of the asset in a step.
+            volatility: Its standard deviation.
+            freedom: Degrees of freedom of Student-t noise of the same standard deviation; None for Gaussian noise.
+            bounds: Smallest and largest weight.
+        """
+        self.num_envs, self.steps = num_envs, steps
+        self.mean, self.volatility, self.freedom = mean, volatility, freedom
+        self.device = torch.device("cpu")
+        self.action_space = Box(torch.tensor([bounds[0]]), torch.tensor([bounds[1]]))
+        self._generator = torch.Generator()
+        self._pnl = torch.zeros(num_envs)
+        self._time = 0
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Start N fresh episodes and return their first observations, [N, 2]."""
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        self._time, self._pnl = 0, torch.zeros(self.num_envs)
+        return self._observe()
+
+    def step(self, action: Tensor) -> Step:
+        """Place the bets."""
+        reward = action[:, 0] * (self.mean + self.volatility * self._noise())
+        self._pnl, self._time = self._pnl + reward, self._time + 1
+        final, pnl = self._observe(), self._pnl
+        ended = torch.full((self.num_envs,), self._time == self.steps)
+        if self._time == self.steps:
+            self._time, self._pnl = 0, torch.zeros(self.num_envs)
+        never = torch.zeros_like(ended)
+        return Step(self._observe(), reward, never, ended, final, ~never, {"pnl": pnl})
+
+    def _observe(self) -> Tensor:
+        return torch.stack((self._pnl, torch.full_like(self._pnl, 1 - self._time / self.steps)), dim=1)
+
+    def _noise(self) -> Tensor:
+        noise = torch.randn(self.num_envs, generator=self._generator)
+        if self.freedom is None:
+            return noise
+        squares: Tensor = torch.randn(self.freedom, self.num_envs, generator=self._generator).square().mean(0)
+        return noise * ((1 - 2 / self.freedom) / squares).sqrt()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """P&L, time and the random stream."""
+        return {"pnl": self._pnl, "time": torch.tensor(self._time), "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Go on from a saved state."""
+        self._pnl, self._time = state["pnl"], int(state["time"])
+        self._generator.set_state(state["generator"])
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -129,6 +129,8 @@ class TradingEnv:
         final_obs = task.observe(after)
         outcome = {
             "pnl": (after.market.equity / after.start_equity - 1).float(),
+            "net": transition.net.float(),
+            "drawdown": (after.market.equity / after.peak_equity - 1).float(),
             "turnover": transition.turnover,
             "unfilled": transition.unfilled,
             "liquidated": transition.liquidated,
@@ -173,7 +175,7 @@ class TradingEnv:
         if state["row"].shape[0] != self.num_envs:
             raise ConfigError(f"state of {state['row'].shape[0]} environments given to {self.num_envs}")
         rows = self.task.features.shape[0]
-        if state["row"].numel() and not (0 <= int(state["row"].min()) and int(state["row"].max()) < rows):
+        if state["row"].numel() and not (int(state["row"].min()) >= 0 and int(state["row"].max()) < rows):
             raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")
         put = {name: value.to(self.device) for name, value in state.items() if name != "generator"}
         market = MarketState(put["row"], put["equity"], put["weights"])

@@ -133,7 +133,7 @@ class ReturnCritic(nn.Module):
 
     def forward(self, features: Tensor) -> CriticOutput:
         distribution = None if self.distribution is None else self.distribution(features)
-        return CriticOutput(self.value(features), distribution)
+        return CriticOutput(self.value(features), distribution, features)
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,8 @@ class CriticOutput:
     """The scalar head's output, [..., 1]."""
     distribution: Tensor | None
     """The distribution head's output, [..., Q]; None for a scalar critic."""
+    features: Tensor
+    """What the heads read, [..., H]."""
 
 
 @dataclass(frozen=True)

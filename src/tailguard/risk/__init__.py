@@ -1,5 +1,7 @@
-"""Tail risk: estimators of CVaR and VaR."""
+"""Tail risk: estimators of CVaR and VaR, and a budget that a policy keeps."""
 
+from tailguard.risk.config import RiskConfig
+from tailguard.risk.constraint import CVaRConstraint
 from tailguard.risk.cvar import (
     TailMethod,
     cvar_from_atoms,
@@ -13,6 +15,8 @@ from tailguard.risk.cvar import (
 )
 
 __all__ = [
+    "CVaRConstraint",
+    "RiskConfig",
     "TailMethod",
     "cvar_from_atoms",
     "cvar_from_quantiles",

@@ -1,0 +1,89 @@
+"""Settings of the risk budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tailguard.errors import ConfigError
+from tailguard.validate import check_choice, check_count, check_range
+
+RiskMeasure = Literal["episode", "drawdown", "bar"]
+
+TAIL_EPISODES = 20
+"""Outcomes that must lie in the tail before its mean says anything: their error is then about a fifth of the excess."""
+
+
+@dataclass(frozen=True)
+class RiskConfig:
+    """A budget for the tail: the mean of the worst share of outcomes may not be lower than a limit."""
+
+    limit: float | None = None
+    """Lowest CVaR allowed, as a fraction of equity: -0.04 lets the worst share of episodes lose 4 % on average; none:
+    no budget."""
+    alpha: float = 0.05
+    """The worst share of outcomes, above 0 to 0.5."""
+    measure: RiskMeasure = "episode"
+    """episode: P&L from start to end; drawdown: its deepest fall from a peak; bar: net return of each bar."""
+    penalty: float = 0.0
+    """Instead of a limit: maximise the mean minus this many times the expected loss of the tail; 0 is off."""
+    window: int = 0
+    """Outcomes on which the tail is measured; 0: those of the last 4 rollouts, and enough for 20 in the tail."""
+    margin: float = 0.05
+    """Aim so much inside the limit, because the measured tail has an error, 0 to 0.5."""
+    kp: float = 0.5
+    """Immediate answer of the price of risk λ to a relative violation, 0 to 5."""
+    ki: float = 0.02
+    """What a relative violation adds to λ for good, per rollout, 0 to 1."""
+    lambda_max: float = 10.0
+    """Highest λ."""
+    critic_hidden: tuple[int, ...] = (64,)
+    """Widths of the layers of the cost critic."""
+    critic_learning_rate: float = 1e-3
+    """Step size of the cost critic."""
+    critic_epochs: int = 2
+    """Passes of the cost critic over a rollout."""
+
+    def __post_init__(self) -> None:
+        check_range("risk.alpha", self.alpha, low=0, low_open=True, high=0.5)
+        check_choice("risk.measure", self.measure, get_args(RiskMeasure))
+        check_range("risk.penalty", self.penalty, low=0)
+        check_count("risk.window", self.window, low=0)
+        check_range("risk.margin", self.margin, low=0, high=0.5)
+        check_range("risk.kp", self.kp, low=0)
+        check_range("risk.ki", self.ki, low=0)
+        check_range("risk.lambda_max", self.lambda_max, low=0, low_open=True, high=1e6)
+        check_range("risk.critic_learning_rate", self.critic_learning_rate, low=0, low_open=True)
+        check_count("risk.critic_epochs", self.critic_epochs)
+        for width in self.critic_hidden:
+            check_count("risk.critic_hidden", width)
+        if self.limit is not None:
+            _check_limit(self.limit)
+        if self.limit is not None and self.penalty > 0:
+            raise ConfigError("risk.penalty: with a limit the price of risk is found by itself; give one of the two")
+        if self.window and self.window < self.needed:
+            raise ConfigError(
+                f"risk: a {100 * self.alpha:g} % tail over a window of {self.window} outcomes has "
+                f"{math.floor(self.window * self.alpha)} in it; at least {TAIL_EPISODES} are needed.\n"
+                f"Raise risk.window to {self.needed}, or risk.alpha to "
+                f"{math.ceil(100 * TAIL_EPISODES / self.window) / 100:g}."
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.limit is not None or self.penalty > 0
+
+    @property
+    def needed(self) -> int:
+        """Outcomes with enough of them in the tail."""
+        return math.ceil(TAIL_EPISODES / self.alpha - 1e-9)
+
+
+def _check_limit(limit: float) -> None:
+    check_range("risk.limit", limit, low=-1, low_open=True)
+    if limit >= 0:
+        raise ConfigError(
+            f"risk.limit: {limit:g} asks the worst outcomes to gain, which not even cash does. Write the loss that "
+            f"they may make on average, as a negative fraction of equity: -0.04 is 4 %"
+        )
