@@ -172,7 +172,7 @@ def test_an_environment_without_profit_and_loss_is_refused() -> None:
 def test_a_saved_budget_goes_on_exactly(bars: Any, measure: Any) -> None:
     risk = RiskConfig(limit=-0.0005, alpha=0.5, window=40, measure=measure)
     original = make(bars, risk)
-    for _ in range(4):
+    for _ in range(6):
         original.iterate()
     copy = make(bars, risk, seed=3)
     for name, part in copy.parts().items():
