@@ -162,13 +162,13 @@ def _backtests(
     config = run_config(folder)
     if data is None:
         opened = open_run(folder)
-        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net of costs"
+        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net"
     elif split is not None:
         raise ConfigError(
             f"--split {split}: names a part of the run's own bars; --data {data} gives others. Choose one"
         )
     else:
-        agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net of costs"
+        agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net"
     bars = _one_account(agent, bars, symbol)
     market = scaled_costs(config.market, costs)
     baselines = standard_baselines(market.leverage, market.allow_short)
@@ -182,13 +182,17 @@ def _backtests(
 
 
 def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None) -> Bars:
-    """The bars of one symbol if it is named; an agent that trades one symbol an account needs it to be."""
+    """The bars of the symbols that the agent can trade in one account, of one alone if it is named."""
     if symbol is not None:
-        return bars.select(symbol)
-    if agent.spec is not None and agent.spec.accounts == "per_symbol" and len(bars.symbols) > 1:
+        bars = bars.select(symbol)
+    scaled = () if agent.spec is None else agent.spec.scaler.names
+    known = {name.partition(":")[2] for name in scaled} - {""}
+    found = ", ".join(bars.symbols)
+    if known and known != set(bars.symbols):
+        raise ConfigError(f"the agent trades {', '.join(sorted(known))} in one account; these bars have {found}")
+    if not known and len(bars.symbols) > 1:
         raise ConfigError(
-            f"the agent trades each symbol in an account of its own; choose one of {', '.join(bars.symbols)} with "
-            f"--symbol {bars.symbols[0]}"
+            f"the agent trades one symbol an account; choose one of {found} with --symbol {bars.symbols[0]}"
         )
     return bars
 

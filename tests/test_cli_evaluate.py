@@ -1,0 +1,144 @@
+"""`backtest`, `report` and `compare` as a person meets them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tailguard as tg
+from tailguard import cli_evaluate
+from tailguard.config import load_config
+from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.evaluate.stress import scaled_costs
+from tailguard.runs.runner import train
+
+app = typer.Typer()
+for command in (cli_evaluate.backtest, cli_evaluate.report, cli_evaluate.compare):
+    app.command()(command)
+
+SMALL = ("data.embargo=1d", "env.num_envs=4", "env.episode_length=16", "ppo.n_steps=16", "ppo.epochs=1")
+TINY = ("ppo.network.hidden=[4]", "ppo.network.lstm_size=4", "training.total_timesteps=128", "training.threads=1")
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a file of bars."""
+    home = tmp_path_factory.mktemp("home")
+    tg.make_market(1_600, seed=1, signal=20).save(home / "bars.parquet")
+    settings = [f"data.path={home / 'bars.parquet'}", "data.features=[return_24, taker_imbalance_6]", *SMALL, *TINY]
+    train(load_config(overrides=settings), home / "run", Console(quiet=True))
+    return home / "run"
+
+
+def test_backtest_writes_what_the_python_call_gives(folder: Path, tmp_path: Path) -> None:
+    shown = run(
+        "backtest",
+        folder,
+        "--split",
+        "validation",
+        "--costs",
+        2,
+        "--delay",
+        1,
+        "--csv",
+        tmp_path / "b.csv",
+        "--json",
+        tmp_path / "b.json",
+    )
+    assert "validation, net" in shown
+    assert "buy & hold" in shown
+    agent, config = tg.DistributionalPPO.load(folder / "agent"), load_config(folder / "config.yaml")
+    bars = tg.split_bars(tg.load_bars(config.data.path), validation=0.15, test=0.15, embargo="1d").validation
+    expected = tg.backtest(agent, bars, scaled_costs(config.market, 2), delay=1)
+    written = json.loads((tmp_path / "b.json").read_text())
+    assert written["delay"] == 1
+    assert written["results"]["agent"]["growth_per_year"] == expected.metrics["growth_per_year"]
+    assert written["results"]["flat"]["sharpe"] is None
+    np.testing.assert_allclose(pl.read_csv(tmp_path / "b.csv")["equity"].to_numpy(), expected.equity[1:])
+
+
+def test_figures_alone_can_go_to_another_program(folder: Path) -> None:
+    assert json.loads(run("backtest", folder, "--json", "-"))["results"]["agent"]["total_return"] > -1
+
+
+def test_bars_never_seen_are_traded(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.parquet"
+    tg.make_market(1_000, seed=9).save(other)
+    figures = json.loads(run("backtest", folder, "--data", other, "--noise", 0.1, "--json", "-"))
+    expected = tg.backtest(tg.DistributionalPPO.load(folder / "agent"), tg.load_bars(other), noise=0.1)
+    assert figures["results"]["agent"]["total_return"] == pytest.approx(expected.metrics["total_return"], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda: tg.make_market(600, frequency="15m").bars.frame,
+            "bars of 15 minutes; the agent was trained",
+        ),
+        (lambda: tg.make_market(600).bars.frame.drop("taker_buy_base", "taker_buy_quote"), "taker_imbalance_6"),
+        (lambda: tg.make_market(600, assets=2).bars.frame, "choose one of SYN01, SYN02 with --symbol"),
+    ],
+)
+def test_bars_that_do_not_fit_the_agent_are_refused_in_words(folder: Path, tmp_path: Path, change, message) -> None:
+    other = tmp_path / "other.parquet"
+    change().drop("segment").write_parquet(other)
+    with pytest.raises(TailguardError, match=message):
+        run("backtest", folder, "--data", other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (("--data", "x.parquet", "--split", "test"), ConfigError, "Choose one"),
+        (("--data", "nowhere.parquet"), BarsError, "nowhere.parquet"),
+        (("--symbol", "ETH"), BarsError, "no symbol 'ETH'; there are SYN01"),
+        (("--csv", "bars.txt"), ConfigError, r"cannot write \.txt"),
+        (("--delay", "-1"), ConfigError, "delay: -1 is out of range"),
+    ],
+)
+def test_mistakes_are_named(folder: Path, arguments: tuple[str, ...], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        run("backtest", folder, *arguments)
+
+
+def test_report_prints_the_verdict_and_where_the_page_is(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shown = run("report", folder, "--out", page, "--limit", "-0.02", "--horizon", "24h", "--trials", "7")
+    assert shown.startswith("verdict  ")
+    assert "With a limit of -2.0 %, the worst 5 % of days made" in shown
+    assert f"report   {page}" in shown
+    assert "tailguard train" in page.read_text(encoding="utf-8")
+    for wrong in (("--limit", "0.04"), ("--trials", "0")):
+        with pytest.raises(ConfigError, match="out of range"):
+            run("report", folder, *wrong)
+
+
+def test_an_agent_of_one_symbol_an_account_asks_for_the_symbol(tmp_path: Path) -> None:
+    tg.make_market(1_200, assets=2, seed=2).save(tmp_path / "bars.parquet")
+    settings = [f"data.path={tmp_path / 'bars.parquet'}", "data.features=[return_24]", "env.accounts=per_symbol"]
+    config = load_config(overrides=[*settings, *SMALL, *TINY])
+    bars = tg.load_bars(config.data.path)
+    split = tg.split_bars(bars, validation=0.15, test=0.15, embargo="1d")
+    env = tg.TradingEnv(split.train, num_envs=4, episode_length=16, features=["return_24"], accounts="per_symbol")
+    tg.DistributionalPPO(env, config.ppo).learn(64).save(tmp_path / "run" / "agent")
+    from tailguard.config import to_yaml
+
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match="one symbol an account; choose one of SYN01, SYN02 with --symbol SYN01"):
+        run("backtest", tmp_path / "run")
+    assert "agent" in run("backtest", tmp_path / "run", "--symbol", "SYN02")
