@@ -179,11 +179,15 @@ def collect(
 
 
 def own_budget(run: TrainedRun) -> Budget | None:
-    """The budget that the run was trained under; none where its settings have none. It is kept over episodes."""
+    """The budget that the run was trained under: over episodes or bars.
+
+    None where its settings have none, or one for drawdowns, which are no returns.
+    """
     risk = to_dict(run.config).get("risk")
-    if not isinstance(risk, dict) or risk.get("limit") is None:
+    if not isinstance(risk, dict) or risk.get("limit") is None or risk.get("measure") == "drawdown":
         return None
-    return Budget(float(risk["limit"]), float(risk.get("alpha", 0.05)), run.config.env.episode_length)
+    horizon = 1 if risk.get("measure") == "bar" else run.config.env.episode_length
+    return Budget(float(risk["limit"]), float(risk["alpha"]), horizon)
 
 
 def prices_of(result: BacktestResult, panel: Panel) -> Float:

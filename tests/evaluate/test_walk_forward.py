@@ -1,0 +1,125 @@
+"""Walk forward: every fold is tested on what came after it, once, and the tests make one account."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tailguard as tg
+from tailguard.config import RunConfig, load_config
+from tailguard.data.bars import Bars
+from tailguard.errors import CheckpointError, ConfigError
+from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, run_walk_forward
+
+SMALL = (
+    "data.features=[return_24, taker_imbalance_6]",
+    "data.embargo=1d",
+    "env.num_envs=4",
+    "env.episode_length=16",
+    "ppo.n_steps=16",
+    "ppo.epochs=1",
+    "ppo.network.hidden=[4]",
+    "ppo.network.lstm_size=4",
+    "training.total_timesteps=128",
+)
+PLAN = Plan(folds=3, seeds=2, train=800)
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(overrides=list(SMALL))
+
+
+@pytest.fixture(scope="module")
+def market() -> Bars:
+    return tg.make_market(1_900, seed=4, signal=20).bars
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("walk") / "run"
+
+
+@pytest.fixture(scope="module")
+def walked(config: RunConfig, market: Bars, folder: Path) -> WalkForward:
+    return run_walk_forward(config, market, folder, PLAN)
+
+
+def test_no_fold_learns_from_bars_near_or_after_its_test(config: RunConfig, market: Bars) -> None:
+    folds = plan_folds(config, market, PLAN)
+    for fold in folds:
+        gap = (fold.test.start - fold.train.end_points[1]) / market.frequency - 1
+        assert gap == 16 + 24  # purged episode, embargo
+    growing = plan_folds(config, market, Plan(folds=3, train=800, expanding=True))
+    assert len({fold.train.start for fold in growing}) == 1
+    assert len({fold.train.start for fold in folds}) == 3
+
+
+def test_the_stitched_account_is_every_decision_in_a_row(walked: WalkForward, market: Bars) -> None:
+    whole, parts = walked.stitched[0], walked.results[0]
+    asked = whole.targets[~np.isnan(whole.targets).any(1)]
+    np.testing.assert_array_equal(asked, np.concatenate([part.targets for part in parts]))
+    # One bar between two folds is held; the account neither starts anew nor closes there.
+    assert np.isnan(whole.targets).sum() == len(parts) - 1
+    np.testing.assert_array_equal(
+        whole.time[np.isnan(whole.targets[:, 0])], [int(p.time[0]) - 3_600_000 for p in parts[1:]]
+    )
+    assert whole.time[0] == parts[0].time[0]
+    assert whole.time[-1] == market.panel().time[-1]
+    # Inside a fold its net returns are those of the fold's own account, but for the trade that took over.
+    second = np.searchsorted(whole.time, parts[1].time)[5:]
+    np.testing.assert_allclose(whole.net[second], parts[1].net[5:], atol=2e-5)
+    assert {len(result.net) for result in walked.baselines.values()} == {len(whole.net)}
+
+
+def test_seeds_are_summed_up_over_folds(walked: WalkForward) -> None:
+    assert walked.sharpes.shape == (2, 3)
+    found = walked.over_seeds(np.random.default_rng(0))
+    assert found is not None
+    middle = np.sort(walked.sharpes.reshape(-1))[1:-1]
+    assert found.iqm == pytest.approx(middle.mean())
+    assert not np.array_equal(walked.results[0][0].equity, walked.results[1][0].equity)
+
+
+def test_finished_folds_are_kept_and_a_cut_one_is_trained_again(
+    walked: WalkForward, config: RunConfig, market: Bars, folder: Path
+) -> None:
+    kept = folder / "fold_1" / "seed_0" / "agent" / "manifest.json"
+    lost = folder / "fold_3" / "seed_1"
+    before = kept.stat().st_mtime_ns
+    for file in (lost / "agent").iterdir():
+        file.unlink()
+    (lost / "agent").rmdir()
+    said: list[str] = []
+    again = run_walk_forward(config, market, folder, PLAN, say=said.append)
+    assert kept.stat().st_mtime_ns == before
+    assert [line.split(":")[0].rsplit(", ", 1)[1] for line in said] == ["is finished"] * 5 + ["trains"]
+    assert len((lost / "metrics.jsonl").read_text().splitlines()) == 2
+    for mine, theirs in zip(again.stitched, walked.stitched, strict=True):
+        np.testing.assert_array_equal(mine.equity, theirs.equity)
+
+
+@pytest.mark.usefixtures("walked")
+def test_other_settings_other_folders_and_damage_are_named(
+    config: RunConfig, market: Bars, folder: Path, tmp_path: Path
+) -> None:
+    other = load_config(overrides=[*SMALL, "ppo.gamma=0.9"])
+    with pytest.raises(ConfigError, match=r"begun with other settings: ppo\.gamma was 0\.99 and is 0\.9"):
+        run_walk_forward(other, market, folder, PLAN)
+    with pytest.raises(ConfigError, match="begun with other sizes: folds was 3 and is 4"):
+        run_walk_forward(config, market, folder, Plan(folds=4, train=800))
+    with pytest.raises(ConfigError, match="begun with other bars: sha256 was"):
+        run_walk_forward(config, tg.make_market(1_900, seed=5).bars, folder, PLAN)
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds no walk forward"):
+        run_walk_forward(config, market, tmp_path, PLAN)
+    weights = folder / "fold_1" / "seed_0" / "agent" / "weights.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=r"Remove .*fold_1/seed_0 to train this fold again"):
+        run_walk_forward(config, market, folder, PLAN)
+    weights.write_bytes(whole)
+    assert json.loads((folder / "walk_forward.json").read_text())["sizes"]["folds"] == 3
