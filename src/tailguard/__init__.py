@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tailguard.errors import TailguardError as TailguardError
     from tailguard.evaluate.backtest import backtest as backtest
     from tailguard.market.config import MarketConfig as MarketConfig
+    from tailguard.risk.config import RiskConfig as RiskConfig
 
 _PUBLIC = {
     "Bars": "tailguard.data.bars",
@@ -35,6 +36,7 @@ _PUBLIC = {
     "ConfigError": "tailguard.errors",
     "DistributionalPPO": "tailguard.algorithm.ppo",
     "MarketConfig": "tailguard.market.config",
+    "RiskConfig": "tailguard.risk.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",
     "backtest": "tailguard.evaluate.backtest",

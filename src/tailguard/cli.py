@@ -97,7 +97,7 @@ def train(
 @app.command("config")
 def show_config(
     section: Annotated[
-        str | None, typer.Argument(help="Only this section: data, market, env, ppo or training.")
+        str | None, typer.Argument(help="Only this section: data, market, env, ppo, risk or training.")
     ] = None,
 ) -> None:
     """Print the whole default config, each setting with its meaning. Redirect it to a file to start from."""

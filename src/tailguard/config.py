@@ -19,6 +19,7 @@ from tailguard.algorithm.config import PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
+from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 
@@ -116,6 +117,8 @@ class RunConfig:
     """The trading environment."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
     """The learner and its network."""
+    risk: RiskConfig = field(default_factory=RiskConfig)
+    """A budget for the tail of the outcomes."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long, where and under which name."""
 
@@ -131,7 +134,10 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
         key, separator, value = override.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {override}: write it as section.key=value, for example ppo.gamma=0.995")
-        nested: Any = yaml.safe_load(value)
+        try:
+            nested: Any = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {override}: the value is not readable as YAML: {error}") from error
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
         _merge(settings, nested, f"--set {override}")

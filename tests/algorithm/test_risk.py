@@ -133,7 +133,7 @@ def test_the_deepest_drawdown_is_followed_across_rollouts(bars: Any) -> None:
         drawdowns, start = -rollout.outcome["drawdown"].numpy(), rollout.episode_start.numpy()
         for row in range(16):
             worst = np.maximum(np.where(start[row], 0.0, worst), drawdowns[row])
-    np.testing.assert_allclose(learner.risk.worst.numpy(), worst, atol=1e-7)
+    np.testing.assert_allclose(learner.risk.drawdowns.worst.numpy(), worst, atol=1e-7)
     assert worst.max() > 0
 
 
@@ -185,6 +185,23 @@ def test_a_saved_budget_goes_on_exactly(bars: Any, measure: Any) -> None:
     }
     for name, value in original.agent.state_dict().items():
         assert torch.equal(value, copy.agent.state_dict()[name]), name
+
+
+def test_a_saved_agent_finds_its_budget_again(bars: Any, tmp_path: Any) -> None:
+    """Also without an environment, and on one with another number of accounts."""
+    learner = make(bars, RiskConfig(limit=-0.0005, alpha=0.5, measure="drawdown"))
+    for _ in range(6):
+        learner.iterate()
+    learner.save(tmp_path / "agent")
+    for env in (None, tg.TradingEnv(bars, num_envs=4, episode_length=32)):
+        loaded = DistributionalPPO.load(tmp_path / "agent", env=env)
+        assert learner.risk is not None
+        assert loaded.risk is not None
+        assert loaded.risk.config == learner.risk.config
+        assert loaded.risk.config.window == 40  # the tail needs more than the 32 episodes of 4 rollouts
+        mine, its = learner.risk.state_dict()["constraint"], loaded.risk.state_dict()["constraint"]
+        assert all(torch.equal(mine[name], its[name]) for name in mine)
+    loaded.iterate()
 
 
 # --- closed forms ----------------------------------------------------------------------------------------------------

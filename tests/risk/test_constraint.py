@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def observe(constraint: CVaRConstraint, losses: np.ndarray) -> None:
 
 
 def test_before_the_tail_holds_enough_outcomes_the_price_stands_still() -> None:
-    constraint = CVaRConstraint(BUDGET, window=1_000)
+    constraint = CVaRConstraint(replace(BUDGET, window=1_000))
     bad = np.full(399, 0.9)
     observe(constraint, bad)
     assert not bool(constraint.ready)
@@ -107,7 +108,7 @@ def test_before_the_tail_holds_enough_outcomes_the_price_stands_still() -> None:
 
 def test_costs_are_the_excess_over_the_threshold() -> None:
     """(L − ν)₊/α in units of the limit; their mean plus ν is the ES."""
-    constraint = CVaRConstraint(BUDGET, window=1_000)
+    constraint = CVaRConstraint(replace(BUDGET, window=1_000))
     losses = np.random.default_rng(0).normal(0.0, 0.2, 1_000)
     observe(constraint, losses)
     counted = torch.rand(1_000, generator=torch.Generator().manual_seed(0)) < 0.5
@@ -121,7 +122,7 @@ def test_costs_are_the_excess_over_the_threshold() -> None:
 
 def test_advantages_are_mixed_at_the_price() -> None:
     """λ = 0.5, limit 0.25: (1 − 0.5 · 0.25 · 2)/1.5 = 0.5."""
-    constraint = CVaRConstraint(BUDGET, window=400)
+    constraint = CVaRConstraint(replace(BUDGET, window=400))
     constraint.price.fill_(0.5)
     mixed = constraint.combine(torch.tensor([1.0]), torch.tensor([2.0]))
     assert float(mixed) == pytest.approx(0.5)
@@ -134,7 +135,7 @@ def test_the_margin_moves_the_target_inside_the_limit() -> None:
     losses = np.full(400, 0.245)
     prices = []
     for margin in (0.0, 0.1):
-        constraint = CVaRConstraint(RiskConfig(limit=-0.25, margin=margin), window=400)
+        constraint = CVaRConstraint(RiskConfig(limit=-0.25, margin=margin))
         observe(constraint, losses)
         prices.append(float(constraint.price))
         assert float(constraint.figures()["risk/violation"]) == 0
@@ -142,7 +143,7 @@ def test_the_margin_moves_the_target_inside_the_limit() -> None:
 
 
 def test_figures_are_returns_in_the_users_units() -> None:
-    constraint = CVaRConstraint(BUDGET, window=400)
+    constraint = CVaRConstraint(replace(BUDGET, window=400))
     losses = np.concatenate((np.full(380, -0.01), np.full(20, 0.3)))
     observe(constraint, losses)
     figures = {name: float(value) for name, value in constraint.figures().items()}
@@ -153,7 +154,7 @@ def test_figures_are_returns_in_the_users_units() -> None:
 
 
 def test_a_penalty_is_a_price_that_stays() -> None:
-    constraint = CVaRConstraint(RiskConfig(penalty=0.7), window=400)
+    constraint = CVaRConstraint(RiskConfig(penalty=0.7))
     observe(constraint, np.full(400, 0.9))
     assert float(constraint.price) == 0.7
     assert "risk/limit" not in constraint.figures()
@@ -161,7 +162,7 @@ def test_a_penalty_is_a_price_that_stays() -> None:
 
 
 def test_the_state_goes_on() -> None:
-    first, second = (CVaRConstraint(BUDGET, window=500) for _ in range(2))
+    first, second = (CVaRConstraint(replace(BUDGET, window=500)) for _ in range(2))
     draw = np.random.default_rng(0)
     observe(first, draw.normal(0.1, 0.2, 450))
     first.limit.fill_(-0.2)

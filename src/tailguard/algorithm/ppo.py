@@ -126,7 +126,7 @@ class DistributionalPPO:
         if self.scaler is not None:
             parts["vgs"] = self.scaler
         if self.risk is not None:
-            parts["risk"] = self.risk
+            parts |= {"risk": self.risk, "drawdowns": self.risk.drawdowns}
         return parts
 
     # --- learning -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,30 @@ NEEDED = {"episode": "pnl", "drawdown": "drawdown", "bar": "net"}
 """What the environment must report for each measure, in its steps' `outcome`."""
 
 
+class RunningDrawdowns:
+    """The deepest drawdown so far of the episodes under way."""
+
+    def __init__(self, num_envs: int, device: torch.device) -> None:
+        self.worst = torch.zeros(num_envs, device=device)
+        """As a loss, [N]."""
+
+    def follow(self, drawdowns: Tensor, rollout: Rollout) -> Tensor:
+        """The deepest drawdown of the episode up to each row, [T, N], going on from the rollout before."""
+        rows = []
+        for drawdown, start in zip(drawdowns.unbind(), rollout.episode_start.unbind(), strict=True):
+            self.worst = torch.maximum(torch.where(start, 0.0, self.worst), drawdown)
+            rows.append(self.worst)
+        return torch.stack(rows)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The drawdowns of all environments."""
+        return {"worst": self.worst.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.worst = state["worst"].to(self.worst.device)
+
+
 class RiskBudget:
     """Measures realised losses, prices them, and gives the policy advantages of reward minus cost.
 
@@ -40,15 +65,16 @@ class RiskBudget:
         self.device, self.num_envs = env.device, env.num_envs
         task = getattr(env, "task", None)
         self.horizon = int(task.episode_length) if task is not None else 1
-        self.constraint = CVaRConstraint(config, self._window_size(), self.device)
+        # Resolved here and saved so: an agent that is loaded elsewhere must find its own window again.
+        self.config = replace(config, window=self._window_size())
+        self.constraint = CVaRConstraint(self.config, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             width = agent.each_trunk()[agent.critic_trunks[0]].output_size + env.observation_size
             critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate)
         self.critic = critic.to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.worst = torch.zeros(env.num_envs, device=self.device)
-        """Deepest drawdown so far of the episodes under way, as a loss, [N]."""
+        self.drawdowns = RunningDrawdowns(env.num_envs, self.device)
         self.predicted = torch.tensor(torch.nan, dtype=torch.float64, device=self.device)
         """ES that the cost critic expects of episodes that begin."""
 
@@ -56,7 +82,7 @@ class RiskBudget:
         if self.config.window:
             return self.config.window
         rows = WINDOW_ROLLOUTS * self.num_envs * self.ppo.n_steps
-        return rows if self.config.measure == "bar" else max(1, rows // self.horizon)
+        return max(rows if self.config.measure == "bar" else rows // self.horizon, self.config.needed)
 
     @torch.no_grad()
     def losses(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -71,16 +97,7 @@ class RiskBudget:
         if self.config.measure == "bar":
             return values, rollout.valid
         ended = rollout.ended & rollout.valid
-        return (self._deepest(values, rollout) if self.config.measure == "drawdown" else values), ended
-
-    def _deepest(self, drawdowns: Tensor, rollout: Rollout) -> Tensor:
-        """The deepest drawdown of the episode so far, [T, N], going on from the rollout before."""
-        rows, worst = [], self.worst
-        for drawdown, start in zip(drawdowns.unbind(), rollout.episode_start.unbind(), strict=True):
-            worst = torch.maximum(torch.where(start, 0.0, worst), drawdown)
-            rows.append(worst)
-        self.worst = worst
-        return torch.stack(rows)
+        return (self.drawdowns.follow(values, rollout) if self.config.measure == "drawdown" else values), ended
 
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages [T, N] of reward minus priced cost, in raw units, and the figures of the budget."""
@@ -121,12 +138,11 @@ class RiskBudget:
         self.predicted.copy_(torch.where(begun > 0, expected, self.predicted))
 
     def state_dict(self) -> dict[str, Any]:
-        """Window, threshold, price, cost critic and its moments, drawdowns under way, generator."""
+        """Window, threshold, price, cost critic and its moments, generator; `drawdowns` are a part of their own."""
         return {
             "constraint": self.constraint.state_dict(),
             "critic": {name: value.clone() for name, value in self.critic.state_dict().items()},
             "optimizer": OptimizerState(self.critic, self.critic.optimizer).state_dict(),
-            "worst": self.worst.clone(),
             "predicted": self.predicted.clone(),
             "generator": self.generator.get_state(),
         }
@@ -136,6 +152,5 @@ class RiskBudget:
         self.constraint.load_state_dict(state["constraint"])
         self.critic.load_state_dict(state["critic"])
         OptimizerState(self.critic, self.critic.optimizer).load_state_dict(state["optimizer"])
-        self.worst = state["worst"].to(self.device)
         self.predicted.copy_(state["predicted"])
         self.generator.set_state(state["generator"].cpu())

@@ -21,11 +21,12 @@ from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, TailguardError
 from tailguard.models.agent import ActorCritic
+from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
 PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
-EPISODES = ("episodes", "env")
+EPISODES = ("episodes", "drawdowns", "env")
 """Parts of the state that belong to the running episodes."""
 STREAMS = ("generator", "prediction_generator")
 
@@ -55,7 +56,12 @@ def load_agent(
         _check_outline(f"{folder}", inputs, config, parts["weights"])
         stand_in = _NoEnv(inputs, torch.device(device or "cpu"))
         agent = DistributionalPPO(
-            stand_in if env is None else env, config, seed=about["seed"], device=device, extensions=extensions
+            stand_in if env is None else env,
+            config,
+            seed=about["seed"],
+            device=device,
+            risk=None if about["risk"] is None else RiskConfig.from_dict(about["risk"]),
+            extensions=extensions,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{folder}: not the description of an agent: {error!r}") from error
@@ -86,6 +92,7 @@ def describe(agent: DistributionalPPO) -> dict[str, Any]:
     return {
         "tailguard": __version__,
         "config": dataclasses.asdict(agent.config),
+        "risk": None if agent.risk is None else dataclasses.asdict(agent.risk.config),
         "seed": agent.seed,
         "step": agent.num_timesteps,
         "observation_size": agent.env.observation_size,
@@ -108,7 +115,7 @@ def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *,
     if not episodes:
         state = {name: part for name, part in state.items() if name not in EPISODES}
         state["learner"] = {name: value for name, value in state.get("learner", {}).items() if name != "carry"}
-        targets.pop("episodes")
+        targets = {name: part for name, part in targets.items() if name not in EPISODES}
     expected = {name: target.state_dict() for name, target in targets.items()}
     if episodes and "carry" in state.get("learner", {}):
         agent.env.reset(agent.seed)  # before that, an environment has no state to compare with

@@ -257,7 +257,12 @@ def _read_csv(content: bytes, file: str) -> pl.DataFrame:
         raise BarsError(f"{file}: empty")
     first = content.split(b"\n", 1)[0].decode("utf-8-sig").rstrip("\r")
     separator = max(",;\t", key=first.count)
-    cells = next(csv.reader(io.StringIO(first), delimiter=separator))
+    try:
+        cells = next(csv.reader(io.StringIO(first), delimiter=separator), [])
+    except csv.Error as error:
+        raise BarsError(f"{file}: not readable as CSV: {error}") from error
+    if not cells:
+        raise BarsError(f"{file}: the first line is empty; it must name the columns")
     if not _is_data(cells):
         return pl.read_csv(content, separator=separator, infer_schema=False)
     if len(cells) not in POSITIONAL:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tailguard.errors import ConfigError
 from tailguard.validate import check_choice, check_count, check_range
@@ -37,7 +38,7 @@ class RiskConfig:
     ki: float = 0.02
     """What a relative violation adds to λ for good, per rollout, 0 to 1."""
     lambda_max: float = 10.0
-    """Highest λ."""
+    """Highest price of risk; a run that stays there has a limit it cannot keep."""
     critic_hidden: tuple[int, ...] = (64,)
     """Widths of the layers of the cost critic."""
     critic_learning_rate: float = 1e-3
@@ -69,6 +70,11 @@ class RiskConfig:
                 f"Raise risk.window to {self.needed}, or risk.alpha to "
                 f"{math.ceil(100 * TAIL_EPISODES / self.window) / 100:g}."
             )
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> RiskConfig:
+        """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
+        return cls(**{**settings, "critic_hidden": tuple(settings["critic_hidden"])})
 
     @property
     def enabled(self) -> bool:

@@ -91,10 +91,11 @@ class CVaRConstraint:
     In units of the user: fractions of equity. `limit` is a tensor of the state, so that it may be changed in training.
     """
 
-    def __init__(self, config: RiskConfig, window: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: RiskConfig, device: torch.device | str = "cpu") -> None:
+        """config: its window is the number of outcomes to keep; 0 keeps as few as the tail needs."""
         self.config = config
         where = torch.device(device)
-        self.window = OutcomeWindow(max(window, config.needed), where)
+        self.window = OutcomeWindow(config.window or config.needed, where)
 
         def number(value: float) -> Tensor:
             return torch.tensor(value, dtype=torch.float64, device=where)

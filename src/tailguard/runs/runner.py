@@ -248,8 +248,19 @@ def describe_agent(agent: DistributionalPPO) -> str:
     size = sum(parameter.numel() for parameter in agent.agent.parameters())
     return (
         f"{memory} · {critics}, {spread[network.critic]} · {size:,} parameters · "
-        f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout"
+        f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout · {describe_risk(agent)}"
     )
+
+
+def describe_risk(agent: DistributionalPPO) -> str:
+    """The risk budget in words."""
+    if agent.risk is None:
+        return "no risk budget"
+    risk = agent.risk.config
+    what = {"episode": f"{agent.risk.horizon}-bar episodes", "drawdown": "drawdowns", "bar": "bars"}[risk.measure]
+    if risk.limit is None:
+        return f"risk-averse: mean − {risk.penalty:g} × loss of the worst {100 * risk.alpha:g} % of {what}"
+    return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average"
 
 
 def _bars(config: RunConfig) -> tuple[Bars, SyntheticMarket | None]:
@@ -287,7 +298,7 @@ def _agent(config: RunConfig, split: Split) -> DistributionalPPO:
         stagger=config.ppo.n_steps,
         seed=config.training.seed,
     )
-    return DistributionalPPO(env, config.ppo, seed=config.training.seed)
+    return DistributionalPPO(env, config.ppo, seed=config.training.seed, risk=config.risk)
 
 
 def _evaluate(
