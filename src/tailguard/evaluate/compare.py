@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from tailguard.config import to_dict
 from tailguard.errors import ConfigError
@@ -22,7 +21,7 @@ from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.sections import with_interval
 from tailguard.evaluate.report.verdict import p_value
 from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
-from tailguard.evaluate.table import growth, percent
+from tailguard.evaluate.table import growth, percent, print_rows
 from tailguard.evaluate.trained import open_run
 
 HEADINGS = ("run", "test period", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
@@ -122,11 +121,11 @@ def compare_runs(
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The comparison in a terminal."""
-    _print(("test, net of costs", *HEADINGS[1:], AHEAD), [entry.row for entry in comparison.entries], console)
+    print_rows(("test, net of costs", *HEADINGS[1:], AHEAD), [entry.row for entry in comparison.entries], console)
     if comparison.differing:
         console.print()
         names = tuple(entry.name for entry in comparison.entries)
-        _print(("settings", *names), [(key, *values) for key, values in comparison.differing.items()], console)
+        print_rows(("settings", *names), [(key, *values) for key, values in comparison.differing.items()], console)
     console.print()
     for note in comparison.notes():
         console.print(f"note     {note}", soft_wrap=True, markup=False, highlight=False)
@@ -149,20 +148,6 @@ def comparison_page(comparison: Comparison) -> str:
         page.heading("settings", "What is different")
         page.table(("setting", *names), [(key, *values) for key, values in comparison.differing.items()])
     return page.html(f"{' · '.join(names)} · Tailguard comparison")
-
-
-def _print(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for position, heading in enumerate(headings):
-        table.add_column(_plain(heading), justify="right" if position else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_plain(cell) for cell in row))
-    console.print(table)
-
-
-def _plain(text: str) -> str:
-    """Text that rich shows as it is: [5.78, 9.31] is no markup."""
-    return text.replace("[", "\\[")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

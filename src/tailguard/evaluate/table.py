@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +29,16 @@ def print_table(results: Mapping[str, BacktestResult], title: str, console: Cons
             percent(costs, sign=False),
             f"{figures['turnover_per_day']:.2f}",
         )
+    console.print(table)
+
+
+def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """A plain table of texts that are shown as they are: [5.78, 9.31] is no markup."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for position, heading in enumerate(headings):
+        table.add_column(heading.replace("[", "\\["), justify="right" if position else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell.replace("[", "\\[") for cell in row))
     console.print(table)
 
 

@@ -192,8 +192,8 @@ def _claim(folder: Path, config: RunConfig, bars: Bars, plan: Plan, folds: Seque
             if begun.get(part) != value:
                 how = _first_difference(begun.get(part), value)
                 raise ConfigError(
-                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or choose "
-                    "another --name"
+                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
+                    "choose another --name"
                 )
         return
     if folder.exists() and any(folder.iterdir()):

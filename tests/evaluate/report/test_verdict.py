@@ -51,6 +51,14 @@ def test_skill_needs_both_a_ratio_beyond_luck_and_timing(
     assert words in str(found)
 
 
+def test_growth_is_a_years_only_where_there_is_a_year(evidence: Evidence) -> None:
+    short = verdict(grown(evidence)).sentences[0]
+    assert "days it never saw, the agent made +50.0 % in all net of costs" in short
+    long = grown(evidence, bars_per_year=float(len(evidence.agent.net)))
+    long = replace(long, skill=replace(long.skill, years=1.0))
+    assert "Over 12 months it never saw, the agent made +50.0 % a year net of costs" in verdict(long).sentences[0]
+
+
 def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: Evidence) -> None:
     lost = verdict(with_tests(grown(evidence, 0.9), 0.99, 0.01))
     assert lost.judgement is Judgement.LOSS

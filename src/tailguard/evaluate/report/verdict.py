@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tailguard.evaluate.report.collect import Evidence
 
 CONFIDENCE = 0.95
+WHOLE_YEAR = 0.95
+"""Years from which on growth is given for a year; bars lost to warm-up and embargo are forgiven."""
 
 
 class Judgement(StrEnum):
@@ -75,10 +77,13 @@ def _outcome(evidence: Evidence) -> str:
     if not evidence.agent.turnover.any():
         return "The agent never traded in the test period, so there is nothing to judge."
     ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
+    # Less than a year is not blown up to one: what three good months would make in a year is a fantasy.
+    whole = evidence.skill.years >= WHOLE_YEAR
+    figure, span = ("growth_per_year", "a year") if whole else ("total_return", "in all")
     return (
-        f"Over {_years(evidence.skill.years)} it never saw, the agent made {growth(agent['growth_per_year'])} a year "
-        f"net of costs, with a deepest fall of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
-        f"{growth(held['growth_per_year'])} with {percent(-held['max_drawdown'], sign=False)}.{ruin}"
+        f"Over {_years(evidence.skill.years)} it never saw, the agent made {growth(agent[figure])} {span} net of "
+        f"costs, with a deepest fall of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
+        f"{growth(held[figure])} with {percent(-held['max_drawdown'], sign=False)}.{ruin}"
     )
 
 
