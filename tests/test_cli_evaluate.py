@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import tailguard as tg
 from tailguard import cli_evaluate
+from tailguard.cli import app as tailguard_app
 from tailguard.config import load_config
 from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate.stress import scaled_costs
@@ -142,3 +143,27 @@ def test_an_agent_of_one_symbol_an_account_asks_for_the_symbol(tmp_path: Path) -
     with pytest.raises(ConfigError, match="one symbol an account; choose one of SYN01, SYN02 with --symbol SYN01"):
         run("backtest", tmp_path / "run")
     assert "agent" in run("backtest", tmp_path / "run", "--symbol", "SYN02")
+
+
+def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tg.make_market(1_900, seed=3).save(tmp_path / "bars.parquet")
+    changes = [part for change in ("data.features=[return_24]", *SMALL, *TINY) for part in ("--set", change)]
+    command = ["train", "--data", "bars.parquet", "--walk-forward", "--folds", "2", "--name", "walk", *changes]
+    first = CliRunner().invoke(tailguard_app, command)
+    assert first.exit_code == 0, first.output
+    assert first.output.count("trains:") == 2
+    assert "did better than buy & hold in" in first.output
+    assert (tmp_path / "runs" / "walk" / "walk_forward.html").stat().st_size < 10e6
+    again = CliRunner().invoke(tailguard_app, command)
+    assert again.output.count("is finished:") == 2
+    assert again.output.splitlines()[-5:] == first.output.splitlines()[-5:]
+    with pytest.raises(ConfigError, match="belong to --walk-forward"):
+        CliRunner().invoke(tailguard_app, ["train", "--folds", "3"], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="folds: 1 is out of range"):
+        CliRunner().invoke(tailguard_app, ["train", "--walk-forward", "--folds", "1"], catch_exceptions=False)
+
+
+def test_the_commands_are_in_the_program() -> None:
+    shown = CliRunner().invoke(tailguard_app, ["--help"]).output
+    assert all(command in shown for command in ("backtest", "report", "compare"))

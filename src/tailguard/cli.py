@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from tailguard import cli_evaluate
 from tailguard._version import __version__
 from tailguard.errors import ConfigError, RunError, TailguardError
 
@@ -69,6 +70,14 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, with its own settings.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Answer yes: go on with a run that exists already.")] = False,
+    walk_forward: Annotated[
+        bool, typer.Option("--walk-forward", help="Train anew for each of many test windows, one after the other.")
+    ] = False,
+    folds: Annotated[int | None, typer.Option(help="With --walk-forward: test windows. Default: 5.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="With --walk-forward: agents a window. Default: 1.")] = None,
+    expanding: Annotated[
+        bool, typer.Option("--expanding", help="With --walk-forward: training grows instead of moving along.")
+    ] = False,
 ) -> None:
     """Train an agent on bars and show what it does on the part it never saw. Without bars: a synthetic market.
 
@@ -91,7 +100,25 @@ def train(
     given = list(overrides or [])
     if bars is not None:
         given.append(f"data.path={bars}")
-    train_run(load_config(config, given), Path("runs") / (name or "run"), Console(), ask=ask)
+    settings, folder = load_config(config, given), Path("runs") / (name or "run")
+    if walk_forward:
+        from tailguard.evaluate.walk_forward import Plan
+
+        cli_evaluate.walk_forward(
+            settings,
+            folder,
+            Plan(5 if folds is None else folds, 1 if seeds is None else seeds, expanding=expanding),
+            Console(),
+        )
+    elif folds is not None or seeds is not None or expanding:
+        raise ConfigError("--folds, --seeds and --expanding belong to --walk-forward; add it, or leave them out")
+    else:
+        train_run(settings, folder, Console(), ask=ask)
+
+
+app.command()(cli_evaluate.backtest)
+app.command()(cli_evaluate.report)
+app.command()(cli_evaluate.compare)
 
 
 @app.command("config")

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tailguard.errors import ConfigError
+from tailguard.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tailguard.algorithm.ppo import DistributionalPPO
+    from tailguard.config import RunConfig
     from tailguard.data.bars import Bars
     from tailguard.evaluate.backtest import BacktestResult
+    from tailguard.evaluate.walk_forward import Plan
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, as runs/demo.")]
 Symbol = Annotated[str | None, typer.Option(help="Trade this symbol alone, for an agent that trades one an account.")]
@@ -87,7 +89,7 @@ def report(
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
     from rich.console import Console
 
-    from tailguard.evaluate.report import write_report
+    from tailguard.evaluate.report import check_place, write_report
     from tailguard.evaluate.report.collect import Budget, collect, work_ahead
     from tailguard.evaluate.report.verdict import verdict
     from tailguard.evaluate.trained import open_run
@@ -97,6 +99,8 @@ def report(
     if limit is not None:
         check_range("--limit", limit, low=-1, high=0)
         check_range("--alpha", alpha, low=0, high=1, low_open=True, high_open=True)
+    path = out or run / "report.html"
+    check_place(path)
     console = Console()
     opened = open_run(run)
     _one_account(opened.agent, opened.split.test, symbol)
@@ -105,7 +109,6 @@ def report(
     budget = None if limit is None else Budget(limit, alpha, horizon)
     with shown_steps("report", work_ahead(opened), console) as begin:
         evidence = collect(opened, budget=budget, trials=trials, before_each=begin)
-    path = out or run / "report.html"
     write_report(evidence, path)
     console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
@@ -119,14 +122,45 @@ def compare(
     from rich.console import Console
 
     from tailguard.evaluate.compare import compare_runs, comparison_page, print_comparison
-    from tailguard.evaluate.report import write_page
+    from tailguard.evaluate.report import check_place, write_page
 
+    check_place(out)
     console = Console()
     with shown_steps("compare", len(runs), console) as begin:
         comparison = compare_runs(runs, before_each=begin)
     print_comparison(comparison, console)
     write_page(comparison_page(comparison), out)
     console.print(f"chart    {out}", soft_wrap=True, markup=False, highlight=False)
+
+
+def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console) -> None:
+    """Train and test fold by fold, show the result and write its page; the same call goes on where one was stopped."""
+    from tailguard.config import to_yaml
+    from tailguard.evaluate.report import write_page
+    from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
+    from tailguard.evaluate.trained import market_of
+    from tailguard.evaluate.walk_forward import run_walk_forward
+    from tailguard.runs.folder import RunFolder
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    bars, _ = market_of(config)
+    try:
+        with RunFolder(folder).claimed():
+            walked = run_walk_forward(config, bars, folder, plan, say=say, progress_bar=True)
+    except KeyboardInterrupt:
+        say(f"stopped  finished folds are kept in {folder}; the same command goes on with the others")
+        raise typer.Exit(130) from None
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or folder}: {error.strerror}. Finished folds are kept; make room and go on"
+        ) from error
+    console.print()
+    print_walk_forward(walked, console)
+    page = folder / "walk_forward.html"
+    write_page(walk_forward_page(walked, folder.resolve().name, to_yaml(config)), page)
+    say(f"page     {page}")
 
 
 @contextmanager

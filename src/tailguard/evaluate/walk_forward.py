@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 PLAN = "walk_forward.json"
+SETTINGS = "settings.yaml"
+"""Not config.yaml, by which a folder is known as that of a single run."""
+LOCK = ".lock"
+"""File of whoever holds the folder."""
 AGENT = "agent"
 
 
@@ -156,7 +160,7 @@ def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
         stagger=config.ppo.n_steps,
         seed=seed,
     )
-    return DistributionalPPO(env, config.ppo, seed=seed)
+    return DistributionalPPO(env, config.ppo, seed=seed, risk=config.risk)
 
 
 def _train(config: RunConfig, fold: Fold, seed: int, place: Path, progress_bar: bool) -> DistributionalPPO:
@@ -196,10 +200,10 @@ def _claim(folder: Path, config: RunConfig, bars: Bars, plan: Plan, folds: Seque
                     "choose another --name"
                 )
         return
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(item.name != LOCK for item in folder.iterdir()):
         raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
     folder.mkdir(parents=True, exist_ok=True)
-    replace_synced(folder / "config.yaml", to_yaml(config).encode())
+    replace_synced(folder / SETTINGS, to_yaml(config).encode())
     replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
 
 

@@ -15,6 +15,12 @@ def write_report(evidence: Evidence, path: Path) -> None:
     write_page(report_page(evidence).html(f"{evidence.name} · Tailguard report"), path)
 
 
+def check_place(path: Path) -> None:
+    """Raise unless a page can be put there: better before the work than after it."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
+
+
 def write_page(text: str, path: Path) -> None:
     """Write an HTML file, the old one or the new one whenever it is read."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard._version import __version__
-from tailguard.config import to_dict, to_yaml
+from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
 from tailguard.data.windows import size_in_bars
 from tailguard.errors import CheckpointError, ConfigError
@@ -183,11 +183,10 @@ def own_budget(run: TrainedRun) -> Budget | None:
 
     None where its settings have none, or one for drawdowns, which are no returns.
     """
-    risk = to_dict(run.config).get("risk")
-    if not isinstance(risk, dict) or risk.get("limit") is None or risk.get("measure") == "drawdown":
+    risk = run.config.risk
+    if risk.limit is None or risk.measure == "drawdown":
         return None
-    horizon = 1 if risk.get("measure") == "bar" else run.config.env.episode_length
-    return Budget(float(risk["limit"]), float(risk["alpha"]), horizon)
+    return Budget(risk.limit, risk.alpha, 1 if risk.measure == "bar" else run.config.env.episode_length)
 
 
 def prices_of(result: BacktestResult, panel: Panel) -> Float:
