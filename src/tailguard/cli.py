@@ -55,7 +55,9 @@ def demo(
 
     from tailguard.runs.demo import run_demo
 
-    run_demo(out, seed, Console())
+    console = Console()
+    cli_evaluate.report_after_training(run_demo(out, seed, console), console)
+    console.print("next     tailguard data check your_bars.parquet, then tailguard train --data your_bars.parquet")
 
 
 @app.command()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
     from tailguard.evaluate.backtest import BacktestResult
     from tailguard.evaluate.walk_forward import Plan
+    from tailguard.runs.runner import RunResult
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, as runs/demo.")]
 Symbol = Annotated[str | None, typer.Option(help="Trade this symbol alone, for an agent that trades one an account.")]
@@ -112,6 +113,21 @@ def report(
     write_report(evidence, path)
     console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def report_after_training(result: RunResult, console: Console) -> None:
+    """Write the report of a run that has just ended, with the backtests that it has shown."""
+    from tailguard.evaluate.report import write_report
+    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.verdict import judge, sharpe_in_words
+    from tailguard.evaluate.trained import open_run
+
+    opened, path = open_run(result.folder), result.folder / "report.html"
+    with shown_steps("report", work_ahead(opened, result.results), console) as begin:
+        evidence = collect(opened, known=result.results, before_each=begin)
+    write_report(evidence, path)
+    line = f"report   {path}: {judge(evidence)}, Sharpe ratio {sharpe_in_words(evidence.sharpes['agent'])}"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def compare(

@@ -127,30 +127,19 @@ def _check_same_bars(run: TrainedRun) -> None:
 
 
 def beside_baselines(
-    run: TrainedRun,
-    bars: Bars,
-    *,
-    own: BacktestResult | None = None,
-    before_each: Callable[[str], None] | None = None,
+    run: TrainedRun, bars: Bars, *, before_each: Callable[[str], None] = lambda _: None
 ) -> dict[str, BacktestResult]:
     """Backtests by name: the agent, the optimum of a synthetic market that knows it, and every baseline.
 
-    `bars`: a part of the run's own split. `own`: the agent's result, where it is there already.
+    `bars`: a part of the run's own split. `before_each`: called with each name, to show progress.
     """
-
-    def begin(name: str) -> None:
-        if before_each is not None:
-            before_each(name)
-
-    if own is None:
-        begin(AGENT)
-        own = backtest(run.agent, bars)
-    results, market = {AGENT: own}, run.config.market
+    before_each(AGENT)
+    results, market = {AGENT: backtest(run.agent, bars)}, run.config.market
     if run.synthetic is not None and run.synthetic.signal > 0:
-        begin(OPTIMUM)
+        before_each(OPTIMUM)
         results[OPTIMUM] = backtest(_optimal_weights(run, run.synthetic, bars), bars, market)
     for name, policy in standard_baselines(market.leverage, market.allow_short).items():
-        begin(name)
+        before_each(name)
         results[name] = backtest(policy, bars, market)
     return results
 

@@ -36,6 +36,4 @@ def demo_config(seed: int) -> RunConfig:
 
 def run_demo(folder: Path, seed: int, console: Console) -> RunResult:
     """Train for a minute or two and show the result beside the baselines and the planted optimum."""
-    result = train(demo_config(seed), folder, console, replace=True)
-    console.print("next     tailguard data check your_bars.parquet, then tailguard train --data your_bars.parquet")
-    return result
+    return train(demo_config(seed), folder, console, replace=True)

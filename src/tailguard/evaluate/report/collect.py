@@ -112,10 +112,10 @@ class Evidence:
         return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
 
 
-def work_ahead(run: TrainedRun) -> int:
+def work_ahead(run: TrainedRun, known: Mapping[str, BacktestResult] | None = None) -> int:
     """Backtests that `collect` will run, to show progress."""
-    known = run.synthetic is not None and run.synthetic.signal > 0
-    return 7 + known + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
+    planted = run.synthetic is not None and run.synthetic.signal > 0
+    return (0 if known else 5 + planted) + 2 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
 
 
 def collect(
@@ -124,6 +124,7 @@ def collect(
     budget: Budget | None = None,
     trials: int = 1,
     seed: int = 0,
+    known: Mapping[str, BacktestResult] | None = None,
     before_each: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
     """Run every backtest and every test on the run's test period.
@@ -131,11 +132,12 @@ def collect(
     `budget`: the risk budget to judge; the run's own by default.
     `trials`: every configuration that was tried on the way to this run.
     `seed`: of the resampling; the same seed gives the same report.
+    `known`: what `beside_baselines` gives on the test part, where it is there already.
     `before_each`: called with a name before each backtest, to show progress.
     """
     test, draw = run.split.test, np.random.default_rng(seed)
     panel = test.panel("portfolio")
-    results = beside_baselines(run, test, before_each=before_each)
+    results = dict(known or beside_baselines(run, test, before_each=before_each))
     own = results[AGENT]
     before_each(RANDOM)
     results[RANDOM] = backtest(random_timing(own, test, draw), test, run.config.market)
