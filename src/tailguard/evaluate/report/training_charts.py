@@ -17,6 +17,7 @@ CURVES = {
     "eval/growth": ("validation: log-growth a year", 1.0),
     "risk/cvar_realised": ("realised CVaR of episodes, %", 100.0),
     "risk/lambda": ("price of risk λ", 1.0),
+    "risk/calibration": ("predicted and realised returns apart, 0 to 1", 1.0),
     "train/explained_variance": ("explained variance", 1.0),
     "train/approx_kl": ("approximate KL of an update", 1.0),
     "train/entropy": ("entropy of the policy", 1.0),
