@@ -98,28 +98,69 @@ def test_the_cost_critic_is_no_part_of_the_agent(bars: Any) -> None:
 
 
 def test_cost_advantages_are_those_of_the_definition(bars: Any) -> None:
-    """With a cost critic that says 0 and λ_GAE = 1, an advantage is the cost at the end of the episode, if it ends."""
+    """With a cost critic that says 0 and λ = 1, a row's advantage is the change of the expected cost from the row to
+    the end of its episode or of the rollout. The expectation is that of a normal, here by SciPy."""
     # At such a price (A_r − λ A_c)/(1 + λ) is −A_c.
-    learner = make(bars, RiskConfig(penalty=1e9, alpha=0.5, window=40), gae_lambda=1.0)
+    learner = make(bars, RiskConfig(penalty=1e9, alpha=0.5, window=40, cost_lambda=1.0))
     learner.iterate()
     assert learner.risk is not None
+    risk, kept = learner.risk, learner.risk.running.state_dict()
+    learner.iterate()
     assert learner.snapshot is not None
     rollout, estimates = learner.snapshot.rollout, learner.snapshot.estimates
-    for parameter in learner.risk.critic.parameters():
+    for parameter in risk.critic.parameters():
         parameter.data.zero_()
-    mixed, _ = learner.risk.advantages(rollout, estimates)
-    threshold = float(learner.risk.constraint.threshold)
-    pnl, ended = rollout.outcome["pnl"].double().numpy(), rollout.ended.numpy()
+    risk.running.load_state_dict(kept)
+    mixed, _ = risk.advantages(rollout, estimates)
+    threshold, mean, std = float(risk.constraint.threshold), float(risk.changes.mean), float(risk.changes.std)
+    pnl, ended, start = rollout.outcome["pnl"].double().numpy(), rollout.ended.numpy(), rollout.episode_start.numpy()
+
+    def due(loss: float, rows: int) -> float:
+        spread = std * np.sqrt(rows)
+        if rows == 0:
+            return max(loss - threshold, 0.0) / 0.5
+        beyond = norm(loss + mean * rows, spread)
+        return float(beyond.expect(lambda x: x - threshold, lb=threshold)) / 0.5
+
+    ages = kept["age"].numpy().astype(int).copy()
+    age = np.zeros_like(pnl, dtype=int)
+    for row in range(len(pnl)):
+        ages = np.where(start[row], 0, ages)
+        age[row] = ages
+        ages = ages + 1
     expected = np.zeros_like(pnl)
-    for n in range(pnl.shape[1]):
-        cost = 0.0
+    for n in range(0, 16, 5):
+        last = due(-pnl[-1, n], 0 if ended[-1, n] else 31 - age[-1, n])
         for row in reversed(range(len(pnl))):
             if ended[row, n]:
-                cost = max(-pnl[row, n] - threshold, 0.0) / 0.5
-            expected[row, n] = cost
-    assert ended.any()
-    assert not ended.all(axis=0).all()
-    np.testing.assert_allclose(-mixed.numpy(), expected, atol=1e-6)
+                last = due(-pnl[row, n], 0)
+            loss = 0.0 if start[row, n] else -pnl[row - 1, n] if row else float(kept["last"][n])
+            expected[row, n] = last - due(loss, 32 - age[row, n])
+    assert ended[:, ::5].any()
+    assert np.abs(expected).max() > 1e-3
+    np.testing.assert_allclose(-mixed.numpy()[:, ::5], expected[:, ::5], atol=2e-6)
+
+
+def test_what_an_episode_costs_does_not_depend_on_how_it_is_spread(bars: Any) -> None:
+    """The parts of all rows from start to end: the tail's cost at the end, less what was expected at the start."""
+    learner = make(bars, RiskConfig(penalty=1.0, alpha=0.5, window=40), n_steps=64)
+    for _ in range(2):
+        learner.iterate()
+    assert learner.risk is not None
+    assert learner.snapshot is not None
+    rollout, risk = learner.snapshot.rollout, learner.risk
+    costs = risk.costs(rollout).double().numpy()
+    at_start = float(risk._expected(torch.zeros(()), torch.tensor(32.0)))
+    start, ended = rollout.episode_start.numpy(), rollout.ended.numpy()
+    checked = 0
+    for n in range(16):
+        for first in np.flatnonzero(start[:, n]):
+            if first + 31 < 64 and ended[first + 31, n]:
+                loss = -rollout.outcome["pnl"][first + 31, n]
+                total = float(risk.constraint.excess(loss)) - at_start
+                assert costs[first : first + 32, n].sum() == pytest.approx(total, abs=1e-5)
+                checked += 1
+    assert checked > 8
 
 
 def test_the_deepest_drawdown_is_followed_across_rollouts(bars: Any) -> None:
@@ -133,7 +174,7 @@ def test_the_deepest_drawdown_is_followed_across_rollouts(bars: Any) -> None:
         drawdowns, start = -rollout.outcome["drawdown"].numpy(), rollout.episode_start.numpy()
         for row in range(16):
             worst = np.maximum(np.where(start[row], 0.0, worst), drawdowns[row])
-    np.testing.assert_allclose(learner.risk.drawdowns.worst.numpy(), worst, atol=1e-7)
+    np.testing.assert_allclose(learner.risk.running.last.numpy(), worst, atol=1e-7)
     assert worst.max() > 0
 
 

@@ -36,6 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": "upgd",
         "vgs": VGSConfig(enabled=True),
     },
+    "risk budget": {"risk": tg.RiskConfig(limit=-0.02, alpha=0.5)},
     "categorical critic, shared trunk": {"critic": "categorical", "memory": "shared"},
     "scalar critic without memory": {"critic": "scalar", "memory": "none"},
 }

@@ -293,6 +293,39 @@ def test_an_evaluation_that_moves_is_left_alone() -> None:
         assert monitor.evaluated({"eval/mean_reward": score}, 0) == []
 
 
+# --- risk ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_that_cannot_be_met(bars: Any) -> None:
+    """A hundredth of a per cent, and hardly any price allowed for it: said with what was reached, and the run goes on."""
+    risk = tg.RiskConfig(limit=-1e-4, alpha=0.5, lambda_max=0.01)
+    learner = make(bars, risk=risk)
+    metrics = run(learner, 25)
+    (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "risk_infeasible"]
+    assert metrics["risk/lambda"] == pytest.approx(0.01)
+    assert re.search(r"cap of 0.01, and the last outcomes' CVaR is -\d+\.\d\d % \(mean [+-]\d", alarm.what)
+    assert alarm.what.endswith("against a limit of -0.01 %. So far the limit cannot be met.")
+
+
+def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:
+    """A critic that cannot learn and promises ten standard deviations more than there are."""
+    learner = make(bars, risk=tg.RiskConfig(limit=-0.5, alpha=0.2), distribution_coef=0.0)
+    head = learner.agent.each_critic()[0].distribution
+    assert head is not None
+    with torch.no_grad():
+        head.layer.bias.add_(10.0)
+    metrics = run(learner, 45)
+    assert metrics["risk/tail_share"] > 0.6
+    assert "tail_mispredicted" in raised(learner)
+
+
+def test_a_budget_in_a_healthy_run_is_silent(bars: Any) -> None:
+    learner = make(bars, risk=tg.RiskConfig(limit=-0.02, alpha=0.2), learning_rate=3e-3)
+    metrics = run(learner, 60)
+    assert metrics["risk/window_filled"] == 1
+    assert learner.alarms == []
+
+
 # --- how alarms are raised -------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ def test_the_tail_of_a_normal_is_that_of_the_closed_form() -> None:
 
 
 def walk(violations: list[float], config: RiskConfig = BUDGET, integral: float = 0.0) -> list[tuple[float, float]]:
-    dual, seen = Dual(number(0.0), number(integral)), []
+    dual, seen = Dual(number(0.0), number(integral), number(violations[0])), []
     for violation in violations:
         dual = dual_step(dual, number(violation), config)
         seen.append((float(dual.price), float(dual.integral)))
@@ -71,9 +71,13 @@ def test_the_price_moves_by_the_rule() -> None:
     assert walk([0.1, -0.05]) == [pytest.approx((0.052, 0.002)), pytest.approx((0.0, 0.001))]
 
 
-def test_a_large_violation_raises_the_price_but_not_the_integral() -> None:
-    assert walk([0.9]) == [pytest.approx((0.45, 0.0))]
-    assert walk([7.0]) == [pytest.approx((0.5, 0.0))]  # the violation itself is cut to 1
+def test_a_large_violation_adds_to_the_integral_only_while_it_does_not_shrink() -> None:
+    """Falling by a tenth at each update, from 8 to 1.1: λ is Kp. Then it stays at 1.1 and the integral starts."""
+    falling = [8.0 * 0.9**k for k in range(1, 20)]
+    assert set(walk([8.0, *falling])[1:]) == {(0.52, 0.02)}  # the first one has nothing to be compared with
+    stuck = walk([8.0, *falling, *[falling[-1]] * 60])
+    assert stuck[-1][1] > 0.3
+    assert stuck[-1][0] == pytest.approx(0.5 + stuck[-1][1])
 
 
 def test_at_its_cap_the_price_does_not_wind_up_and_falls_back_in_finite_time() -> None:
@@ -103,21 +107,32 @@ def test_before_the_tail_holds_enough_outcomes_the_price_stands_still() -> None:
     assert float(constraint.price) == 0
     observe(constraint, bad[:1])
     assert bool(constraint.ready)
-    assert float(constraint.price) == pytest.approx(0.5)
+    assert float(constraint.price) == pytest.approx(0.5 + 0.02)
 
 
-def test_costs_are_the_excess_over_the_threshold() -> None:
-    """(L − ν)₊/α in units of the limit; their mean plus ν is the ES."""
+def test_the_mean_excess_and_the_threshold_make_the_shortfall() -> None:
+    """(L − ν)₊/α in units of the limit; its mean plus ν is the ES."""
     constraint = CVaRConstraint(replace(BUDGET, window=1_000))
     losses = np.random.default_rng(0).normal(0.0, 0.2, 1_000)
     observe(constraint, losses)
-    counted = torch.rand(1_000, generator=torch.Generator().manual_seed(0)) < 0.5
-    costs = constraint.costs(torch.tensor(losses), counted)
-    assert (costs[~counted] == 0).all()
-    everything = constraint.costs(torch.tensor(losses), torch.ones(1_000, dtype=torch.bool)).double()
-    shortfall = float(constraint.threshold) + 0.25 * float(everything.mean())
+    excess = constraint.excess(torch.tensor(losses)).double()
+    assert (excess[torch.tensor(losses) <= constraint.threshold] == 0).all()
+    shortfall = float(constraint.threshold) + 0.25 * float(excess.mean())
     assert shortfall == pytest.approx(np.sort(losses)[-50:].mean(), rel=1e-6)
     assert shortfall == pytest.approx(float(constraint.shortfall), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [-0.5, 0.1, 0.4])
+def test_the_expected_excess_is_that_of_a_normal(loss: float) -> None:
+    """Against SciPy's integral; with nothing to come it is the excess itself."""
+    constraint = CVaRConstraint(BUDGET)
+    constraint.threshold.fill_(0.2)
+    rest = norm(loss + 0.05, 0.15)
+    expected = rest.expect(lambda x: x - 0.2, lb=0.2) / (0.05 * 0.25)
+    found = constraint.expected_excess(number(loss), number(0.05), number(0.15))
+    assert float(found) == pytest.approx(expected, rel=1e-5)
+    nothing = constraint.expected_excess(number(loss), number(0.0), number(0.0))
+    assert float(nothing) == pytest.approx(float(constraint.excess(number(loss))), abs=1e-6)
 
 
 def test_advantages_are_mixed_at_the_price() -> None:

@@ -126,7 +126,7 @@ class DistributionalPPO:
         if self.scaler is not None:
             parts["vgs"] = self.scaler
         if self.risk is not None:
-            parts |= {"risk": self.risk, "drawdowns": self.risk.drawdowns}
+            parts |= {"risk": self.risk, **self.risk.episode_parts()}
         return parts
 
     # --- learning -----------------------------------------------------------------------------------------------

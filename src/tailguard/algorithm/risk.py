@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tailguard.algorithm.calibration import PredictedReturns
 from tailguard.algorithm.estimate import Estimates
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.state import Stateful
 from tailguard.errors import ConfigError
-from tailguard.returns import gae, lambda_returns
+from tailguard.returns import RunningMoments, gae, lambda_returns
 from tailguard.risk.config import RiskConfig
 from tailguard.risk.constraint import CVaRConstraint
 from tailguard.risk.cost_critic import CostCritic
@@ -23,34 +25,48 @@ if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
     from tailguard.models.agent import ActorCritic
 
+CHANGE_MEMORY = 0.8
+"""Weight of the past in the running moments of the losses' changes, per rollout."""
 WINDOW_ROLLOUTS = 4
 """Rollouts whose outcomes the window holds by itself: older ones come from another policy."""
 NEEDED = {"episode": "pnl", "drawdown": "drawdown", "bar": "net"}
 """What the environment must report for each measure, in its steps' `outcome`."""
 
 
-class RunningDrawdowns:
-    """The deepest drawdown so far of the episodes under way."""
+class RunningLosses:
+    """The loss so far of the episodes under way: of P&L where it stands now, of drawdowns the deepest."""
 
-    def __init__(self, num_envs: int, device: torch.device) -> None:
-        self.worst = torch.zeros(num_envs, device=device)
-        """As a loss, [N]."""
+    def __init__(self, num_envs: int, deepest: bool, device: torch.device) -> None:
+        self.deepest = deepest
+        self.last = torch.zeros(num_envs, device=device)
+        """[N], after the last row."""
+        self.age = torch.zeros(num_envs, device=device)
+        """Rows since the episode's start, [N]."""
 
-    def follow(self, drawdowns: Tensor, rollout: Rollout) -> Tensor:
-        """The deepest drawdown of the episode up to each row, [T, N], going on from the rollout before."""
-        rows = []
-        for drawdown, start in zip(drawdowns.unbind(), rollout.episode_start.unbind(), strict=True):
-            self.worst = torch.maximum(torch.where(start, 0.0, self.worst), drawdown)
-            rows.append(self.worst)
-        return torch.stack(rows)
+    def follow(self, values: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses before and after each row and the episode's age before it, [T, N] each; an episode starts at 0.
+
+        values: [T, N], going on from the rollout before
+        """
+        rows, ages, worst, age = [], [], self.last, self.age
+        for value, start in zip(values.unbind(), episode_start.unbind(), strict=True):
+            worst = torch.maximum(torch.where(start, 0.0, worst), value) if self.deepest else value
+            age = torch.where(start, 0.0, age)
+            rows.append(worst)
+            ages.append(age)
+            age = age + 1
+        after = torch.stack(rows)
+        before = torch.cat((self.last.unsqueeze(0), after[:-1])).masked_fill(episode_start, 0.0)
+        self.last, self.age = worst, age
+        return before, after, torch.stack(ages)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The drawdowns of all environments."""
-        return {"worst": self.worst.clone()}
+        """Losses and ages of all environments."""
+        return {"last": self.last.clone(), "age": self.age.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned."""
-        self.worst = state["worst"].to(self.worst.device)
+        self.last, self.age = (state[name].to(self.last.device) for name in ("last", "age"))
 
 
 class RiskBudget:
@@ -63,8 +79,9 @@ class RiskBudget:
     def __init__(self, config: RiskConfig, ppo: PPOConfig, env: VectorEnv, agent: ActorCritic, seed: int) -> None:
         self.config, self.ppo = config, ppo
         self.device, self.num_envs = env.device, env.num_envs
-        task = getattr(env, "task", None)
-        self.horizon = int(task.episode_length) if task is not None else 1
+        self.horizon = int(getattr(env, "episode_length", 1))
+        self.changes = RunningMoments((), decay=CHANGE_MEMORY, device=self.device)
+        """What a row does to the loss: mean and standard deviation, of recent rollouts."""
         # Resolved here and saved so: an agent that is loaded elsewhere must find its own window again.
         self.config = replace(config, window=self._window_size())
         self.constraint = CVaRConstraint(self.config, self.device)
@@ -74,7 +91,12 @@ class RiskBudget:
             critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate)
         self.critic = critic.to(self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.drawdowns = RunningDrawdowns(env.num_envs, self.device)
+        self.running = RunningLosses(env.num_envs, config.measure == "drawdown", self.device)
+        self.predictions: PredictedReturns | None = None
+        if ppo.network.critic != "scalar":
+            self.predictions = PredictedReturns(
+                env.num_envs, ppo.network.quantiles, ppo.gamma, self.config.needed, self.device
+            )
         self.predicted = torch.tensor(torch.nan, dtype=torch.float64, device=self.device)
         """ES that the cost critic expects of episodes that begin."""
 
@@ -84,9 +106,21 @@ class RiskBudget:
         rows = WINDOW_ROLLOUTS * self.num_envs * self.ppo.n_steps
         return max(rows if self.config.measure == "bar" else rows // self.horizon, self.config.needed)
 
+    def episode_parts(self) -> dict[str, Stateful]:
+        """What belongs to the episodes under way, by name."""
+        parts: dict[str, Stateful] = {"running_losses": self.running}
+        return parts if self.predictions is None else parts | {"predictions": self.predictions}
+
     @torch.no_grad()
-    def losses(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Realised losses [T, N] as fractions of equity, and where they count."""
+    def costs(self, rollout: Rollout) -> Tensor:
+        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N].
+
+        The tail's cost (L − ν)₊/α falls due when an episode ends, and for one in twenty episodes only. Every row is
+        charged its own part in it instead: by how much it moved the cost that is to be expected, if the rest of the
+        episode goes as rows usually do. Over an episode the parts add up to the same but for a constant, so that the
+        best policy is the same (potential-based shaping, Ng, Harada & Russell 1999); but each row is told at once, and
+        every row is told, not only those of episodes that end in the tail.
+        """
         needed = NEEDED[self.config.measure]
         if needed not in rollout.outcome:
             raise ConfigError(
@@ -95,17 +129,27 @@ class RiskBudget:
             )
         values = -rollout.outcome[needed].float()
         if self.config.measure == "bar":
-            return values, rollout.valid
-        ended = rollout.ended & rollout.valid
-        return (self.drawdowns.follow(values, rollout) if self.config.measure == "drawdown" else values), ended
+            self.constraint.observe(values, rollout.valid)
+            return self.constraint.excess(values).masked_fill(~rollout.valid, 0.0) / self.horizon
+        before, after, age = self.running.follow(values, rollout.episode_start)
+        self.constraint.observe(after, rollout.ended & rollout.valid)
+        self.changes.update(after - before, rollout.valid)
+        to_come = (self.horizon - age).clamp(min=0.0)
+        change = self._expected(after, (to_come - 1).clamp(min=0.0), rollout.ended) - self._expected(before, to_come)
+        return change.masked_fill(~rollout.valid, 0.0)
+
+    def _expected(self, losses: Tensor, rows: Tensor, ended: Tensor | None = None) -> Tensor:
+        """The cost to be expected of episodes that stand at these losses with so many rows to come, [...]."""
+        if self.config.measure == "drawdown":
+            return self.constraint.excess(losses)  # a deepest fall does not move like a sum
+        rows = rows if ended is None else rows.masked_fill(ended, 0.0)
+        return self.constraint.expected_excess(
+            losses, rows.double() * self.changes.mean, rows.double().sqrt() * self.changes.std
+        )
 
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages [T, N] of reward minus priced cost, in raw units, and the figures of the budget."""
-        losses, counted = self.losses(rollout)
-        self.constraint.observe(losses, counted)
-        costs = self.constraint.costs(losses, counted)
-        if self.config.measure == "bar":
-            costs = costs / self.horizon
+        costs = self.costs(rollout)
         view = estimates.views[0]
         features, obs = view.output.features, rollout.scaled_obs
         with torch.no_grad():
@@ -115,7 +159,7 @@ class RiskBudget:
             next_values = torch.cat((values[1:], successor.unsqueeze(0)))
             # The budget is on the episode: when it ends, by time or by ruin, nothing more is to come.
             never = torch.zeros_like(rollout.truncated)
-            cost_advantages = gae(costs, values, next_values, rollout.ended, never, 1.0, self.ppo.gae_lambda)
+            cost_advantages = gae(costs, values, next_values, rollout.ended, never, 1.0, self.config.cost_lambda)
             targets = lambda_returns(cost_advantages, values)
             self._predict(values, rollout.episode_start & rollout.valid)
         loss = self.critic.fit(
@@ -128,22 +172,29 @@ class RiskBudget:
             generator=self.generator,
         )
         figures = self.constraint.figures() | {"risk/cost_critic_loss": loss, "risk/cvar_predicted": -self.predicted}
+        if self.predictions is not None:
+            self.predictions.follow(rollout, estimates)
+            figures |= self.predictions.figures(self.config.alpha)
         return self.constraint.combine(estimates.advantages, cost_advantages), figures
 
     def _predict(self, values: Tensor, starts: Tensor) -> None:
         """ν plus the expected cost of episodes that begin now; as it was, where none does."""
         begun = starts.sum()
         mean = torch.where(starts, values, 0.0).sum().double() / begun.clamp(min=1)
-        expected = self.constraint.threshold + mean * self.constraint.scale
+        owed = torch.zeros_like(mean)
+        if self.config.measure != "bar":
+            owed = self._expected(owed, torch.full_like(mean, self.horizon)).double()
+        expected = self.constraint.threshold + (mean + owed) * self.constraint.scale
         self.predicted.copy_(torch.where(begun > 0, expected, self.predicted))
 
     def state_dict(self) -> dict[str, Any]:
-        """Window, threshold, price, cost critic and its moments, generator; `drawdowns` are a part of their own."""
+        """Window, threshold, price, cost critic and its moments, generator; running losses are parts of their own."""
         return {
             "constraint": self.constraint.state_dict(),
             "critic": {name: value.clone() for name, value in self.critic.state_dict().items()},
             "optimizer": OptimizerState(self.critic, self.critic.optimizer).state_dict(),
             "predicted": self.predicted.clone(),
+            "changes": self.changes.state_dict(),
             "generator": self.generator.get_state(),
         }
 
@@ -153,4 +204,5 @@ class RiskBudget:
         self.critic.load_state_dict(state["critic"])
         OptimizerState(self.critic, self.critic.optimizer).load_state_dict(state["optimizer"])
         self.predicted.copy_(state["predicted"])
+        self.changes.load_state_dict(state["changes"])
         self.generator.set_state(state["generator"].cpu())

@@ -26,7 +26,7 @@ from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
 PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
-EPISODES = ("episodes", "drawdowns", "env")
+EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
 STREAMS = ("generator", "prediction_generator")
 

@@ -145,7 +145,7 @@ class BetsEnv:
             freedom: Degrees of freedom of Student-t noise of the same standard deviation; None for Gaussian noise.
             bounds: Smallest and largest weight.
         """
-        self.num_envs, self.steps = num_envs, steps
+        self.num_envs, self.steps, self.episode_length = num_envs, steps, steps
         self.mean, self.volatility, self.freedom = mean, volatility, freedom
         self.device = torch.device("cpu")
         self.action_space = Box(torch.tensor([bounds[0]]), torch.tensor([bounds[1]]))

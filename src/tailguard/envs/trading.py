@@ -87,6 +87,11 @@ class TradingEnv:
         return self.task.observation_size
 
     @property
+    def episode_length(self) -> int:
+        """Bars in an episode that is not cut short by ruin."""
+        return self.task.episode_length
+
+    @property
     def action_space(self) -> Box:
         high = torch.ones(self.task.market.assets, device=self.device)
         return Box(-high if self.task.market.config.allow_short else torch.zeros_like(high), high)

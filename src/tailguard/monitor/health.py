@@ -160,6 +160,32 @@ def always_flips(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     return f"positions change their sign at {100 * share:.0f} % of the bars." if share > 0.8 else None
 
 
+def risk_infeasible(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """A price of risk that has nowhere to go, and a limit that is broken all the same."""
+    if not (_value(figures, "risk/at_cap") > 0 and _value(figures, "risk/violation") > 0.05):
+        return None
+    tail, mean, limit = (100 * _value(figures, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit"))
+    return (
+        f"the price of risk λ is at its cap of {_value(figures, 'risk/lambda'):g}, and the last outcomes' CVaR is "
+        f"{tail:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %. So far the limit cannot be met."
+    )
+
+
+def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """A critic whose tail is not the one that comes."""
+    share, level = _value(figures, "risk/tail_share"), _value(figures, "risk/alpha")
+    if share > 3 * level and share > 0.1:
+        return (
+            f"{100 * share:.0f} % of the returns fell below what the critic called the worst {100 * level:g} %: "
+            "the tail is heavier than predicted."
+        )
+    limit = abs(_value(figures, "risk/limit"))
+    realised, predicted = _value(figures, "risk/cvar_realised"), _value(figures, "risk/cvar_predicted")
+    if abs(realised - predicted) > 0.5 * limit and _value(figures, "risk/window_filled") == 1:
+        return f"the cost critic predicts a CVaR of {100 * predicted:.2f} %; it turned out as {100 * realised:.2f} %."
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "critic_vanished",
@@ -228,6 +254,19 @@ RULES: tuple[Rule, ...] = (
         "always_flips",
         always_flips,
         "costs that are missing, or a signal that is only noise. Check market.fee and market.half_spread.",
+    ),
+    Rule(
+        "risk_infeasible",
+        risk_infeasible,
+        "a limit below what costs and gaps do to any position. Loosen risk.limit, shorten episodes, or trade less.",
+        patience=10,
+    ),
+    Rule(
+        "tail_mispredicted",
+        tail_mispredicted,
+        "too few episodes so far, or a market that has changed. The budget reads realised outcomes and still holds.",
+        patience=10,
+        after=20,
     ),
 )
 

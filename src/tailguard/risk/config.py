@@ -39,6 +39,8 @@ class RiskConfig:
     """What a relative violation adds to λ for good, per rollout, 0 to 1."""
     lambda_max: float = 10.0
     """Highest price of risk; a run that stays there has a limit it cannot keep."""
+    cost_lambda: float = 0.95
+    """λ of the cost's advantages, 0 to 1; they are not discounted."""
     critic_hidden: tuple[int, ...] = (64,)
     """Widths of the layers of the cost critic."""
     critic_learning_rate: float = 1e-3
@@ -56,6 +58,7 @@ class RiskConfig:
         check_range("risk.ki", self.ki, low=0)
         check_range("risk.lambda_max", self.lambda_max, low=0, low_open=True, high=1e6)
         check_range("risk.critic_learning_rate", self.critic_learning_rate, low=0, low_open=True)
+        check_range("risk.cost_lambda", self.cost_lambda, low=0, high=1)
         check_count("risk.critic_epochs", self.critic_epochs)
         for width in self.critic_hidden:
             check_count("risk.critic_hidden", width)

@@ -10,6 +10,7 @@ and they are subtracted from those of the reward at a price λ (Chow & Ghavamzad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,7 +21,11 @@ from tailguard.risk.config import TAIL_EPISODES, RiskConfig
 from tailguard.risk.cvar import cvar_from_samples, var_from_samples
 
 INTEGRATION_ZONE = 0.5
-"""A violation beyond this share of the limit does not add to the integral: it would have to be unlearned later."""
+"""A violation beyond this share of the limit adds to the integral only while it does not get smaller by itself."""
+TREND_MEMORY = 0.9
+"""Share of the violation's running average that is kept at an update."""
+FALLING = 0.98
+"""A violation below this share of its running average is on its way down."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +35,25 @@ class Dual:
     price: Tensor
     """λ"""
     integral: Tensor
+    trend: Tensor
+    """Running average of the violation."""
 
 
 def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
-    """One move of the price by the relative violation e = (ES − target)/d.
+    """One move of the price by the relative violation v = (ES − target)/d, with e = v within ±1.
 
-    λ = Kp·e + I within [0, λ_max], where I gathers Ki·e. It does not gather while a violation is so large that it says
-    nothing but "more", nor while λ is at its cap (anti-windup); it always gives way when the budget is kept.
+    λ = Kp·e + I within [0, λ_max], where I gathers Ki·e. Against windup it does not gather while λ is at its cap, nor
+    while a large violation is shrinking already: what it gathered then would have to be unlearned later. It always
+    gives way when the budget is kept.
     """
     error = violation.clamp(-1.0, 1.0)
     at_cap = config.kp * error + dual.integral >= config.lambda_max
-    gathers = ((error <= INTEGRATION_ZONE) & ~at_cap) | (error < 0)
+    shrinking = (error > INTEGRATION_ZONE) & (violation < FALLING * dual.trend)
+    gathers = ~(at_cap | shrinking) | (error < 0)
     moved = (dual.integral + config.ki * error).clamp(0.0, config.lambda_max)
     integral = torch.where(gathers, moved, dual.integral)
-    return Dual((config.kp * error + integral).clamp(0.0, config.lambda_max), integral)
+    trend = TREND_MEMORY * dual.trend + (1 - TREND_MEMORY) * violation
+    return Dual((config.kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)
 
 
 class OutcomeWindow:
@@ -103,6 +113,8 @@ class CVaRConstraint:
         self.limit = number(config.limit if config.limit is not None else -1.0)
         self.price = number(config.penalty)
         self.integral = number(0.0)
+        self.trend = number(torch.inf)
+        """Running average of the violation; infinite before the first."""
         self.threshold = number(0.0)
         """ν: the VaR of the window's losses."""
         self.shortfall = number(torch.nan)
@@ -132,14 +144,31 @@ class CVaRConstraint:
             return
         target = self.scale * (1 - self.config.margin)
         violation = torch.where(self.ready, (shortfall - target) / self.scale, 0.0).nan_to_num()
-        moved = dual_step(Dual(self.price, self.integral), violation, self.config)
+        before = Dual(self.price, self.integral, torch.where(self.trend.isinf(), violation, self.trend))
+        moved = dual_step(before, violation, self.config)
         self.price.copy_(torch.where(self.ready, moved.price, self.price))
         self.integral.copy_(torch.where(self.ready, moved.integral, self.integral))
+        self.trend.copy_(torch.where(self.ready, moved.trend, self.trend))
 
-    def costs(self, losses: Tensor, counted: Tensor) -> Tensor:
-        """(L − ν)₊/α in units of the limit where `counted` holds, 0 elsewhere, [...] float32."""
-        excess = (losses.double() - self.threshold).clamp(min=0.0) / (self.config.alpha * self.scale)
-        return torch.where(counted, excess, 0.0).float()
+    def excess(self, losses: Tensor) -> Tensor:
+        """(L − ν)₊/α in units of the limit, [...] float32: what an outcome adds to the tail's mean loss beyond ν."""
+        beyond = (losses.double() - self.threshold).clamp(min=0.0)
+        return (beyond / (self.config.alpha * self.scale)).float()
+
+    def expected_excess(self, losses: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+        """`excess` of losses that are still to change by N(mean, deviation²), in closed form, [...] float32.
+
+        E[(L + X − ν)₊] = k·Φ(k/s) + s·φ(k/s) with k = L + mean − ν (Bachelier's formula); where nothing is left to
+        change, s = 0, it is the excess itself.
+
+        losses: [...]; mean, deviation: broadcastable to them
+        """
+        distance = losses.double() + mean - self.threshold
+        spread = deviation.clamp(min=1e-12)
+        ratio = distance / spread
+        density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
+        beyond: Tensor = distance * torch.special.ndtr(ratio) + spread * density
+        return (beyond / (self.config.alpha * self.scale)).float()
 
     def combine(self, reward_advantages: Tensor, cost_advantages: Tensor) -> Tensor:
         """(A_r − λ·A_c)/(1 + λ), both in raw units; cost advantages come in units of the limit."""
@@ -154,13 +183,14 @@ class CVaRConstraint:
             "risk/mean_realised": -self.window.mean(),
             "risk/var_threshold": -self.threshold,
             "risk/lambda": self.price.clone(),
+            "risk/alpha": torch.full_like(self.price, self.config.alpha),
             "risk/window_filled": self.window.filled.double() / self.window.size,
         }
         if self.config.limit is not None:
             figures |= {
                 "risk/limit": self.limit.clone(),
                 "risk/violation": violation,
-                "risk/integral": self.integral.clone(),
+                "risk/at_cap": (self.price >= self.config.lambda_max).double(),
             }
         return figures
 
@@ -171,6 +201,7 @@ class CVaRConstraint:
             "limit": self.limit,
             "price": self.price,
             "integral": self.integral,
+            "trend": self.trend,
             "threshold": self.threshold,
             "shortfall": self.shortfall,
         }

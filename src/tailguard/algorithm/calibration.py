@@ -1,0 +1,92 @@
+"""Does the return turn out as the critic said when the episode began?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.rollout import Rollout
+from tailguard.risk.constraint import OutcomeWindow
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.estimate import Estimates
+
+
+class PredictedReturns:
+    """Keeps what the distribution said at each episode's start and ranks the realised return in it when it ends.
+
+    The rank (the probability integral transform) is uniform if the distribution is right. The return is the critic's
+    own quantity: discounted rewards, and where the episode was cut off by time, the value of its last observation.
+    """
+
+    def __init__(self, num_envs: int, quantiles: int, gamma: float, window: int, device: torch.device) -> None:
+        self.gamma = gamma
+        self.quantiles = torch.zeros(num_envs, quantiles, device=device)
+        """Of the return, as they stood when the episode began, [N, Q]."""
+        self.earned = torch.zeros(num_envs, device=device)
+        """Discounted rewards since then, [N]."""
+        self.discount = torch.ones(num_envs, device=device)
+        """γ to the number of steps since then, [N]."""
+        self.known = torch.zeros(num_envs, dtype=torch.bool, device=device)
+        """Whether the episode's start was seen, [N]."""
+        self.ranks = OutcomeWindow(window, device)
+        """Of the last returns, in [0, 1]."""
+
+    @torch.no_grad()
+    def follow(self, rollout: Rollout, estimates: Estimates) -> None:
+        """Take in a rollout."""
+        views = [view.quantiles for view in estimates.views if view.quantiles is not None]
+        predicted = torch.stack(views).mean(0)
+        tails = torch.stack([view.next_baseline for view in estimates.views]).mean(0)
+        ended = rollout.ended & rollout.valid
+        ranks, counted = [], []
+        for row in range(len(predicted)):
+            start = rollout.episode_start[row]
+            self.quantiles = torch.where(start.unsqueeze(-1), predicted[row], self.quantiles)
+            self.earned = torch.where(start, 0.0, self.earned)
+            self.discount = torch.where(start, 1.0, self.discount)
+            self.known = self.known | start
+            self.earned = self.earned + self.discount * rollout.rewards[row]
+            self.discount = self.discount * self.gamma
+            rest = torch.where(rollout.terminated[row], 0.0, tails[row])
+            realised = self.earned + self.discount * rest
+            ranks.append((self.quantiles < realised.unsqueeze(-1)).float().mean(-1))
+            counted.append(ended[row] & self.known)
+        self.ranks.add(torch.stack(ranks), torch.stack(counted))
+
+    def figures(self, alpha: float) -> dict[str, Tensor]:
+        """How far ranks are from uniform (Kolmogorov–Smirnov distance), and the share below α, which should be α."""
+        ordered = torch.where(self.ranks.weights > 0, self.ranks.losses[:-1], torch.inf).sort().values
+        count = self.ranks.filled.clamp(min=1)
+        places = torch.arange(1, len(ordered) + 1, dtype=ordered.dtype, device=ordered.device) / count
+        gaps = torch.maximum((places - ordered).abs(), (places - 1 / count - ordered).abs())
+        distance = torch.where(ordered.isfinite(), gaps, 0.0).max()
+        below = (ordered < alpha).sum() / count
+        nothing = self.ranks.filled == 0
+        return {
+            "risk/calibration": torch.where(nothing, torch.nan, distance),
+            "risk/tail_share": torch.where(nothing, torch.nan, below),
+        }
+
+    def _state(self) -> dict[str, Tensor]:
+        return {
+            "quantiles": self.quantiles,
+            "earned": self.earned,
+            "discount": self.discount,
+            "known": self.known,
+            "ranks": self.ranks.losses,
+            "count": self.ranks.count,
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of everything."""
+        return {name: value.clone() for name, value in self._state().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned."""
+        for name, value in self._state().items():
+            value.copy_(state[name])
