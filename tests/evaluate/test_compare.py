@@ -56,9 +56,11 @@ def test_seeds_alone_give_an_interquartile_mean(run_folder: Path, other_market: 
 def test_the_terminal_shows_every_run_with_its_interval(comparison: Comparison) -> None:
     text = io.StringIO()
     print_comparison(comparison, Console(file=text, width=200))
+    lines = {line[:22].strip(): line[22:] for line in text.getvalue().splitlines()}
+    assert lines["test, net of costs"].split() == [entry.name for entry in comparison.entries]
     for entry in comparison.entries:
-        line = next(line for line in text.getvalue().splitlines() if line.startswith(entry.name))
-        assert f"{entry.sharpe.estimate:.2f} [{entry.sharpe.low:.2f}" in line
+        assert f"{entry.sharpe.estimate:.2f} [{entry.sharpe.low:.2f}" in lines["Sharpe [95 % interval]"]
+    assert ["training.seed", "0", "0", "5"] in [line.split() for line in text.getvalue().splitlines()]
 
 
 def test_the_page_lays_the_curves_over_each_other(comparison: Comparison, tmp_path: Path, browser) -> None:

@@ -112,7 +112,9 @@ def compare_runs(
         elif np.array_equal(first[0].time, result.time) and np.array_equal(first[1], prices):
             ahead = paired_difference(result.net, first[0].net, statistic, draw)
         settings = dict(_flat(to_dict(run.config)))
-        entries.append(Entry(name, result, interval(result.net, statistic, draw), ahead, settings))
+        entries.append(
+            Entry(name, result, interval(result.net, statistic, np.random.default_rng(seed)), ahead, settings)
+        )
     differing = _differing(entries)
     ratios = np.array([entry.sharpe.estimate for entry in entries])
     seeds = iqm_over_seeds(ratios, draw) if set(differing) == {SEED} and np.isfinite(ratios).all() else None
@@ -121,10 +123,12 @@ def compare_runs(
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The comparison in a terminal."""
-    print_rows(("test, net of costs", *HEADINGS[1:], AHEAD), [entry.row for entry in comparison.entries], console)
+    names, *figures = zip(*(entry.row for entry in comparison.entries), strict=True)
+    # A run a column: names of figures are short, and a terminal has room for two or three runs beside them.
+    rows = [(heading, *cells) for heading, cells in zip((*HEADINGS[1:], AHEAD), figures, strict=True)]
+    print_rows(("test, net of costs", *names), rows, console)
     if comparison.differing:
         console.print()
-        names = tuple(entry.name for entry in comparison.entries)
         print_rows(("settings", *names), [(key, *values) for key, values in comparison.differing.items()], console)
     console.print()
     for note in comparison.notes():

@@ -36,7 +36,9 @@ def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: 
     """A plain table of texts that are shown as they are: [5.78, 9.31] is no markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, heading in enumerate(headings):
-        table.add_column(heading.replace("[", "\\["), justify="right" if position else "left", no_wrap=True)
+        table.add_column(
+            heading.replace("[", "\\["), justify="right" if position else "left", no_wrap=position == 0, overflow="fold"
+        )
     for row in rows:
         table.add_row(*(cell.replace("[", "\\[") for cell in row))
     console.print(table)

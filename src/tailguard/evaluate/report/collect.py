@@ -159,7 +159,9 @@ def collect(
             )
         },
         results=results,
-        sharpes={name: interval(result.net, statistic, draw) for name, result in results.items()},
+        sharpes={
+            name: interval(result.net, statistic, np.random.default_rng(seed)) for name, result in results.items()
+        },
         beaten={
             name: paired_difference(own.net, result.net, statistic, draw)
             for name, result in results.items()

@@ -16,7 +16,7 @@ from tailguard.evaluate.table import growth, percent, print_rows
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"
-ACCOUNT_HEADINGS = ("one account through all tests", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "costs/yr")
+ACCOUNT_HEADINGS = ("all tests", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "costs/yr")
 FOLD_HEADINGS = ("fold", "test period", "agent", "worst seed", "best seed", HOLD)
 
 
@@ -31,10 +31,9 @@ def accounts(walked: WalkForward) -> dict[str, BacktestResult]:
 
 def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
     """Cells by `ACCOUNT_HEADINGS`, a row an account; `seed` is that of the bootstrap."""
-    draw = np.random.default_rng(seed)
     rows: list[tuple[str, ...]] = []
     for name, result in accounts(walked).items():
-        ratio = interval(result.net, sharpe_statistic(result.bars_per_year), draw)
+        ratio = interval(result.net, sharpe_statistic(result.bars_per_year), np.random.default_rng(seed))
         rows.append(
             (
                 name,
@@ -108,7 +107,9 @@ def walk_forward_page(walked: WalkForward, name: str, config: str) -> str:
         "One account through all test windows, net of all costs; the shade changes with the fold. Every agent was "
         "trained on bars before its window.",
     )
-    page.table(ACCOUNT_HEADINGS, account_rows(walked), caption="All test windows together, net of all costs.")
+    page.table(
+        ACCOUNT_HEADINGS, account_rows(walked), caption="One account through all test windows, net of all costs."
+    )
     page.table(FOLD_HEADINGS, fold_rows(walked), caption="Net return over each test window; agent: median seed.")
     page.add(f"<details><summary>All settings</summary><pre>{escape(config)}</pre></details>")
     return page.html(f"{name} · Tailguard walk forward")

@@ -33,6 +33,9 @@ def line_of(name: str, position: int = 0) -> dict[str, Any]:
     """Colour, dash and width of a policy's line; others take the colour of their position."""
     place = position % len(PALETTE)
     colour, dash = BY_NAME.get(name, (PALETTE[place], DASHES[place]))
+    if name.startswith("agent, "):
+        # Several agents beside the baselines are told apart by their dashes, and from the baselines by the colour.
+        colour, dash = BLUE, DASHES[place]
     return {"color": colour, "dash": dash, "width": 2.5 if name == "agent" else 1.5}
 
 
