@@ -314,14 +314,14 @@ def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:
     assert head is not None
     with torch.no_grad():
         head.layer.bias.add_(10.0)
-    metrics = run(learner, 45)
+    metrics = run(learner, 121)
     assert metrics["risk/tail_share"] > 0.6
     assert "tail_mispredicted" in raised(learner)
 
 
 def test_a_budget_in_a_healthy_run_is_silent(bars: Any) -> None:
-    learner = make(bars, risk=tg.RiskConfig(limit=-0.02, alpha=0.2), learning_rate=3e-3)
-    metrics = run(learner, 60)
+    learner = make(bars, risk=tg.RiskConfig(limit=-0.02, alpha=0.5), learning_rate=1e-3)
+    metrics = run(learner, 40)
     assert metrics["risk/window_filled"] == 1
     assert learner.alarms == []
 

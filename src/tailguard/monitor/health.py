@@ -181,7 +181,7 @@ def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG0
         )
     limit = abs(_value(figures, "risk/limit"))
     realised, predicted = _value(figures, "risk/cvar_realised"), _value(figures, "risk/cvar_predicted")
-    if abs(realised - predicted) > 0.5 * limit and _value(figures, "risk/window_filled") == 1:
+    if abs(realised - predicted) > 0.5 * max(limit, abs(realised)) and _value(figures, "risk/window_filled") == 1:
         return f"the cost critic predicts a CVaR of {100 * predicted:.2f} %; it turned out as {100 * realised:.2f} %."
     return None
 
@@ -265,8 +265,8 @@ RULES: tuple[Rule, ...] = (
         "tail_mispredicted",
         tail_mispredicted,
         "too few episodes so far, or a market that has changed. The budget reads realised outcomes and still holds.",
-        patience=10,
-        after=20,
+        patience=20,
+        after=100,
     ),
 )
 
