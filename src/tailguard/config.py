@@ -17,6 +17,7 @@ import yaml
 
 from tailguard.algorithm.config import PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
+from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
 from tailguard.risk.config import RiskConfig
@@ -67,12 +68,22 @@ class EnvConfig:
     """All symbols in one account, or each symbol in accounts of its own."""
     reward: Reward = "log"
     """log of net equity growth, simple growth, or pnl as a share of the episode's first equity."""
+    shield_shock: float = 0.0
+    """Hard cap on exposure: so large a move against all positions may not break shield_budget; 0 is off."""
+    shield_budget: float = 0.04
+    """Largest loss of an episode that the shield lets such a shock make, as a fraction of its first equity."""
 
     def __post_init__(self) -> None:
         check_count("env.num_envs", self.num_envs)
         check_count("env.episode_length", self.episode_length)
         check_choice("env.accounts", self.accounts, ("portfolio", "per_symbol"))
         check_choice("env.reward", self.reward, REWARDS)
+        check_range("env.shield_shock", self.shield_shock, low=0, high=1)
+        check_range("env.shield_budget", self.shield_budget, low=0, low_open=True, high=1)
+
+    @property
+    def shield(self) -> Shield | None:
+        return Shield(self.shield_shock, self.shield_budget) if self.shield_shock > 0 else None
 
 
 @dataclass(frozen=True)

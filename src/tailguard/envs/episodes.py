@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tailguard import market as simulator
+from tailguard.envs.shield import Shield
 from tailguard.market import Market, MarketState, Transition
 from tailguard.market.state import where as market_where
 
@@ -59,6 +60,7 @@ class TradingTask:
     feature_names: tuple[str, ...]
     episode_length: int
     reward: Reward = "log"
+    shield: Shield | None = None
 
     @property
     def observation_names(self) -> tuple[str, ...]:
@@ -101,6 +103,13 @@ class TradingTask:
         gross = action.abs()
         gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
         return action * (config.leverage / gross.clamp(min=1))
+
+    def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
+        """Target weights [N, A] for actions in this state, and where the shield held them back, [N] bool."""
+        weights = self.to_weights(action)
+        if self.shield is None:
+            return weights, torch.zeros_like(state.age, dtype=torch.bool)
+        return self.shield.apply(weights, state.market.equity, state.start_equity)
 
     def advance(
         self, state: EpisodeState, target: Tensor, hold: Tensor | None = None

@@ -13,6 +13,7 @@ from tailguard.data.panel import Panel
 from tailguard.data.prepare import prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import Reward, TradingTask
+from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError
 from tailguard.market import MarketConfig, build_market
@@ -31,6 +32,7 @@ class TradingSpec:
     episode_length: int
     reward: Reward
     frequency_ms: int
+    shield: Shield | None = None
 
     @classmethod
     def of(cls, env: TradingEnv) -> TradingSpec:
@@ -41,6 +43,7 @@ class TradingSpec:
             episode_length=env.task.episode_length,
             reward=env.task.reward,
             frequency_ms=env.prepared.panel.frequency_ms,
+            shield=env.task.shield,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,6 +55,7 @@ class TradingSpec:
             "episode_length": self.episode_length,
             "reward": self.reward,
             "frequency_ms": self.frequency_ms,
+            "shield": None if self.shield is None else asdict(self.shield),
         }
 
     def check_fits(self, panel: Panel) -> None:
@@ -69,7 +73,9 @@ class TradingSpec:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> TradingSpec:
-        return cls(**{**state, "scaler": Scaler.from_dict(state["scaler"]), "market": MarketConfig(**state["market"])})
+        shield = None if state["shield"] is None else Shield(**state["shield"])
+        scaler, market = Scaler.from_dict(state["scaler"]), MarketConfig(**state["market"])
+        return cls(**{**state, "scaler": scaler, "market": market, "shield": shield})
 
 
 def task_for(
@@ -79,5 +85,6 @@ def task_for(
     prepared = prepare(bars, scaler=spec.scaler, accounts=spec.accounts)
     spec.check_fits(prepared.panel)
     market = build_market(prepared.panel, config or spec.market, dtype=dtype)
-    task = TradingTask(market, torch.as_tensor(prepared.features), prepared.names, spec.episode_length, spec.reward)
+    features = torch.as_tensor(prepared.features)
+    task = TradingTask(market, features, prepared.names, spec.episode_length, spec.reward, spec.shield)
     return task, prepared.usable, prepared.panel

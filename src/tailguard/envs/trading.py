@@ -12,6 +12,7 @@ from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
 from tailguard.envs.protocol import Box, Step
+from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.flags import may_hold_any
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
@@ -39,6 +40,7 @@ class TradingEnv:
     `scaler`: feature scaling fitted on training bars; without one it is fitted on these bars.
     `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in accounts of its own.
     `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
+    `shield`: a hard cap on exposure, so that a stated shock cannot take an episode's loss beyond a budget; none is off.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -55,6 +57,7 @@ class TradingEnv:
         scaler: Scaler | None = None,
         accounts: Accounts = "portfolio",
         reward: Reward = "log",
+        shield: Shield | None = None,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -75,6 +78,7 @@ class TradingEnv:
             feature_names=prepared.names,
             episode_length=episode_length,
             reward=reward,
+            shield=shield,
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger
@@ -127,7 +131,8 @@ class TradingEnv:
         if self.state is None:
             raise ConfigError("TradingEnv.step: call reset() first")
         task, before = self.task, self.state
-        after, transition = task.advance(before, task.to_weights(action))
+        target, shielded = task.decide(action, before)
+        after, transition = task.advance(before, target)
         terminated = transition.liquidated
         truncated = (after.age >= task.episode_length) & ~terminated
         ended = terminated | truncated
@@ -141,6 +146,7 @@ class TradingEnv:
             "liquidated": transition.liquidated,
             "finite": transition.net.isfinite(),
             "weights": after.market.weights,
+            "shielded": shielded,
             **transition.costs(),
         }
         reward = task.reward_of(transition, before)

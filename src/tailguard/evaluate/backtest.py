@@ -68,6 +68,8 @@ class BacktestResult:
     """Absolute value traded, [T]."""
     unfilled: Float
     """Absolute value that the bar's volume could not take, [T]."""
+    shielded: NDArray[np.bool_]
+    """Where the agent's shield held its positions back, [T]; `targets` are those after it."""
     liquidated: bool
     """Whether the account was closed by force; it stays flat from there on."""
     bars_per_year: float
@@ -87,6 +89,7 @@ class BacktestResult:
             "exposure": float(gross.mean()),
             "net_exposure": float(self.weights.sum(-1).mean()),
             "time_in_market": float((gross > 0).mean()),
+            "shielded": float(self.shielded.mean()),
             "unfilled_per_day": float(self.unfilled.mean() * per_day),
             **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
         }
@@ -238,6 +241,7 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
     targets: list[Float] = []
     weights: list[Float] = []
     transitions: list[Transition] = []
+    shielded: list[bool] = []
     liquidated = False
     for stretch, (begin, end) in enumerate(stretches):
         state = task.begin(replace(account, row=torch.tensor([begin])))
@@ -255,6 +259,12 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
                 waiting.append(asked)
                 target = waiting.popleft()
             tensor = torch.from_numpy(target)[None]
+            held_back = False
+            if task.shield is not None and not np.isnan(target).any():
+                equity, start = state.market.equity, state.start_equity
+                tensor, flags = task.shield.apply(tensor, equity, start)
+                held_back, target = bool(flags[0]), tensor[0].numpy()
+            shielded.append(held_back)
             state, transition = task.advance(state, tensor.nan_to_num(), tensor.isnan())
             liquidated = liquidated or bool(transition.liquidated[0])
             rows.append(row + 1)
@@ -262,7 +272,7 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
             weights.append(state.market.weights[0].double().numpy())
             transitions.append(transition)
         account = state.market
-    return _collect(panel, rows, targets, weights, transitions, liquidated)
+    return _collect(panel, rows, targets, weights, transitions, shielded, liquidated)
 
 
 def _check_target(target: Float, panel: Panel, row: int, config: MarketConfig) -> None:
@@ -289,6 +299,7 @@ def _collect(
     targets: list[Float],
     weights: list[Float],
     transitions: list[Transition],
+    shielded: list[bool],
     liquidated: bool,
 ) -> BacktestResult:
     def series(name: str) -> Float:
@@ -305,6 +316,7 @@ def _collect(
         costs={kind: series(kind) for kind in COST_KINDS},
         turnover=series("turnover"),
         unfilled=series("unfilled"),
+        shielded=np.array(shielded),
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,

@@ -147,6 +147,7 @@ MARKET: Mapping[str, Callable[[Snapshot, Mapping[str, Tensor]], Tensor]] = {
     **{f"data/{kind}": partial(cost_of, kind=kind) for kind in COSTS},
     "data/nonfinite_costs": lambda found, outcome: found.share(~outcome["finite"]),
     "data/exposure": lambda found, outcome: found.mean(outcome["weights"].abs().sum(-1)),
+    "data/shielded": lambda found, outcome: found.share(outcome["shielded"]),
     "data/flips": lambda found, outcome: flip_share(found, outcome["weights"]),
 }
 """Figures of trading, where the environment trades: means over bars, costs as shares of equity."""

@@ -295,6 +295,7 @@ def _agent(config: RunConfig, split: Split) -> DistributionalPPO:
         features=config.data.features or None,
         accounts=config.env.accounts,
         reward=config.env.reward,
+        shield=config.env.shield,
         stagger=config.ppo.n_steps,
         seed=config.training.seed,
     )

@@ -49,7 +49,7 @@ class Validation:
         ruined = torch.zeros(len(self.starts), dtype=torch.bool)
         for _ in range(self.length):
             action, memory = agent.predict(task.observe(state).numpy(), state=memory, deterministic=True)
-            weights = task.to_weights(torch.as_tensor(np.asarray(action), dtype=task.market.dtype))
+            weights = task.decide(torch.as_tensor(np.asarray(action), dtype=task.market.dtype), state)[0]
             state, transition = task.advance(state, torch.where(ruined[:, None], 0.0, weights))
             growth += torch.log((1 + transition.net.double()).clamp(min=GROWTH_FLOOR))
             ruined |= transition.liquidated

@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import Interval
-from tailguard.evaluate.calibration import RiskBudget
+from tailguard.evaluate.calibration import Calibration, RiskBudget
 from tailguard.evaluate.report.style import (
     BLUE,
     GREY,
@@ -243,6 +243,39 @@ def activity_chart(result: BacktestResult) -> go.Figure:
     chart.update_yaxes(title_text="turnover, %/day", row=2, col=1)
     chart.update_yaxes(title_text="costs so far, %", row=3, col=1)
     return dress(chart, 560)
+
+
+def pit_chart(found: Calibration) -> go.Figure:
+    """Where outcomes fell in their predictions; even where predictions are right."""
+    bins = len(found.histogram)
+    chart = figure(300, bargap=0.05)
+    middles = 100 * (np.arange(bins) + 0.5) / bins
+    chart.add_bar(x=middles, y=100 * found.histogram, marker_color=BLUE, hovertemplate="%{y:.1f} %<extra></extra>")
+    chart.add_hline(y=100 / bins, line={"color": VERMILLION, "dash": "dash", "width": 2})
+    chart.update_layout(showlegend=False)
+    chart.update_xaxes(title_text="place of the outcome in its prediction, %")
+    chart.update_yaxes(title_text="share of outcomes, %")
+    return chart
+
+
+def coverage_chart(found: Calibration) -> go.Figure:
+    """Share of outcomes at or below each predicted quantile; on the diagonal where predictions are right."""
+    chart = figure(300)
+    chart.add_scatter(
+        x=100 * found.levels,
+        y=100 * found.coverage,
+        mode="lines+markers",
+        line={"color": BLUE, "width": 1.5},
+        marker={"size": 5},
+        hovertemplate="%{y:.1f} %<extra></extra>",
+    )
+    chart.add_scatter(
+        x=[0, 100], y=[0, 100], mode="lines", line={"color": VERMILLION, "dash": "dash", "width": 2}, hoverinfo="skip"
+    )
+    chart.update_layout(showlegend=False)
+    chart.update_xaxes(title_text="predicted quantile, %")
+    chart.update_yaxes(title_text="outcomes at or below it, %")
+    return chart
 
 
 def close_times(result: BacktestResult) -> NDArray[np.int64]:

@@ -22,7 +22,8 @@ from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import random_timing
 from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
-from tailguard.evaluate.calibration import RiskBudget, risk_budget
+from tailguard.evaluate.calibration import Calibration, RiskBudget, calibration, risk_budget
+from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 RANDOM = "random timing"
+PIT_BINS = 10
 STRESSED_COSTS = (0.0, 2.0, 3.0)
 """Cost factors beside ×1, which is the agent's own backtest."""
 ADVICE = {rule.name: rule.usually for rule in (*RULES, CONSTANT_EVALUATION)}
@@ -86,6 +88,8 @@ class Evidence:
     """The agent on the validation part, which chose the checkpoint."""
     budget: RiskBudget | None
     """Did the risk budget hold; none where no budget was set."""
+    calibration: Calibration | None
+    """The critics' predictions against what came; none where they cannot be compared."""
     stress: tuple[Scenario, ...]
     prices: Float
     """Closes of the traded bars, [T, A]."""
@@ -115,7 +119,7 @@ class Evidence:
 def work_ahead(run: TrainedRun, known: Mapping[str, BacktestResult] | None = None) -> int:
     """Backtests that `collect` will run, to show progress."""
     planted = run.synthetic is not None and run.synthetic.signal > 0
-    return (0 if known else 5 + planted) + 2 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
+    return (0 if known else 5 + planted) + 3 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
 
 
 def collect(
@@ -143,6 +147,8 @@ def collect(
     results[RANDOM] = backtest(random_timing(own, test, draw), test, run.config.market)
     before_each("validation")
     validation = backtest(run.agent, run.split.validation)
+    before_each("predictions")
+    foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
     statistic = sharpe_statistic(own.bars_per_year)
     figures = read_figures(run.folder / "metrics.jsonl")
@@ -171,6 +177,7 @@ def collect(
         timing=timing_test(own, panel),
         validation=validation,
         budget=None if asked is None else _judge(own, asked, run, draw),
+        calibration=foreseen,
         stress=tuple(stress),
         prices=prices_of(own, panel),
         synthetic=run.synthetic is not None,
@@ -228,6 +235,15 @@ def _stress(run: TrainedRun, own: BacktestResult, before_each: Callable[[str], N
     """The stress table, with the agent's own result where costs are as assumed."""
     table = stress_table(run.agent, run.split.test, cost_factors=STRESSED_COSTS, before_each=before_each)
     return [table[0], Scenario("costs ×1, as assumed", own), *table[1:]]
+
+
+def _calibration(run: TrainedRun) -> Calibration | None:
+    """Quantiles that the critics predicted on the test part against the returns that followed."""
+    found = predictions(run.agent, run.split.test)
+    if found is None or found.predicted.shape[1] < 2:
+        return None
+    bins = min(PIT_BINS, found.predicted.shape[1])
+    return calibration(found.predicted, found.realised, overlap=found.horizon, bins=bins)
 
 
 def _judge(result: BacktestResult, asked: Budget, run: TrainedRun, draw: np.random.Generator) -> RiskBudget | None:

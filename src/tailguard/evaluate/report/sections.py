@@ -166,6 +166,30 @@ def _risk(page: Page, evidence: Evidence) -> None:
         if f"{kind}_1_{span}" in own.metrics
     ]
     page.table(("agent", *names), rows, caption="Losses at the worst 1, 5 and 10 % of bars, days and weeks.")
+    _foreseen(page, evidence)
+
+
+def _foreseen(page: Page, evidence: Evidence) -> None:
+    found = evidence.calibration
+    if found is None:
+        return
+    level = len(found.levels) // 10 or 1
+    expected, came = (100 * float(each[level - 1]) for each in (found.levels, found.coverage))
+    agree = "agree as well as chance would have it" if found.p_value > 0.05 else "do not agree"
+    page.add("<h3>Did the critics see it coming?</h3>")
+    page.paragraph(
+        f"Predicted and realised returns {agree} ({p_value(found.p_value)}, {found.effective:,.0f} independent outcomes). "
+        f"{came:.1f} % of the outcomes were at or below what should hold {expected:.1f} % of them."
+    )
+    page.add('<div class="columns">')
+    page.chart(charts.pit_chart(found), "Where outcomes fell in their predictions: even where those are right.")
+    page.chart(charts.coverage_chart(found), "Below the diagonal at the left: losses were expected that did not come.")
+    page.add("</div>")
+    page.paragraph(
+        "The critics predict the discounted return of the policy as it explored in training; the backtest trades "
+        "without exploring, so outcomes a little better than predicted are to be expected.",
+        "soft",
+    )
 
 
 def shown_horizon(evidence: Evidence) -> int:

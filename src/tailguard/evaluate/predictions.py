@@ -1,0 +1,110 @@
+"""What the critics said would come, at every bar of a backtest, and what came."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.rollout import ObservationScale
+from tailguard.evaluate.backtest import backtest
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+    from tailguard.envs.spec import TradingSpec
+
+Float = NDArray[np.float64]
+
+FORGOTTEN = 0.01
+"""Discount below which later rewards are left out of a realised return."""
+ENOUGH = 100
+"""Returns below which nothing is compared."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Quantiles of the discounted return as the critics saw them at each bar, and the return that followed."""
+
+    predicted: Float
+    """At midpoint levels, the mean of twin critics, [n, Q]; in units of discounted rewards."""
+    realised: Float
+    """[n]"""
+    horizon: int
+    """Bars that a realised return spans; neighbours share most of them."""
+
+
+def predictions(agent: DistributionalPPO, bars: Bars) -> Predictions | None:
+    """Backtest the agent, listen to its critics, and put what they said beside what came.
+
+    The critics speak of the exploring policy of the training, the backtest trades without exploration, so a small
+    difference is to be expected. None where there is nothing to compare: a critic without a distribution, rewards that
+    depend on where an episode began, a discount so near to one that no return ends within these bars, bars with gaps.
+    """
+    horizon = _horizon(agent.config.gamma)
+    if agent.config.network.critic == "scalar" or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
+        return None
+    listener = _Listener(agent)
+    net = backtest(listener, bars).net
+    rewards = np.log1p(net) if agent.spec.reward == "log" else net
+    # Before a gap, and after a liquidation, the backtest asks no one.
+    if len(listener.observations) != len(net) or len(net) < horizon + ENOUGH or not np.isfinite(rewards).all():
+        return None
+    realised = discounted_returns(rewards, agent.config.gamma, horizon)
+    quantiles = _quantiles(agent, np.stack(listener.observations), np.array(listener.starts))
+    return Predictions(quantiles[: len(realised)], realised, horizon)
+
+
+def discounted_returns(rewards: Float, gamma: float, horizon: int) -> Float:
+    """Σ γ^k r_{t+k} over k < horizon, for every t that has so many rewards to come, [T] -> [T − horizon + 1]."""
+    weights = gamma ** np.arange(horizon)
+    return np.asarray(np.lib.stride_tricks.sliding_window_view(rewards, horizon) @ weights)
+
+
+def _horizon(gamma: float) -> int | None:
+    """Bars after which a reward hardly counts; none without a discount."""
+    if gamma >= 1:
+        return None
+    return max(1, math.ceil(math.log(FORGOTTEN) / math.log(gamma))) if gamma > 0 else 1
+
+
+class _Listener:
+    """The agent, with a record of what it was shown."""
+
+    def __init__(self, agent: DistributionalPPO) -> None:
+        self.agent = agent
+        self.observations: list[NDArray[np.float32]] = []
+        self.starts: list[bool] = []
+
+    @property
+    def spec(self) -> TradingSpec | None:
+        return self.agent.spec
+
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[Any, Any]:
+        self.observations.append(np.asarray(observation)[0])
+        self.starts.append(bool(episode_start[0]))
+        return self.agent.predict(observation, state, episode_start, deterministic)
+
+
+@torch.no_grad()
+def _quantiles(agent: DistributionalPPO, observations: NDArray[np.float32], starts: NDArray[np.bool_]) -> Float:
+    """Quantiles of the return at every row, mean of the critics, in raw units, [T, Q]."""
+    moments, config = agent.observation_moments, agent.config
+    clip = config.observation_clip if config.normalise_observations else math.inf
+    scale = ObservationScale(moments.mean.float(), moments.std.float(), clip)
+    rows = scale(torch.as_tensor(observations, device=agent.device).unsqueeze(1))
+    start = torch.as_tensor(starts, device=agent.device).unsqueeze(1)
+    network = agent.agent
+    said = network(rows, network.initial_state(1), start)
+    found = [
+        agent.return_moments.denormalise(critic.distribution.quantiles(output.distribution, config.network.quantiles))
+        for critic, output in zip(network.each_critic(), said.critics, strict=True)
+        if critic.distribution is not None and output.distribution is not None
+    ]
+    return torch.stack(found).mean(0)[:, 0].double().cpu().numpy()
