@@ -34,6 +34,7 @@ SMALL = (
     "ppo.n_steps=16",
     "ppo.minibatch_size=64",
     "ppo.epochs=1",
+    "ppo.gamma=0.95",
     "ppo.network.hidden=[8]",
     "ppo.network.lstm_size=8",
     "training.total_timesteps=384",

@@ -41,7 +41,7 @@ def test_runs_on_the_same_bars_are_paired_and_others_are_not(comparison: Compari
 
 
 def test_the_settings_that_differ_are_shown_and_no_others(comparison: Comparison) -> None:
-    assert comparison.differing == {"ppo.gamma": ("0.99", "0.9", "0.99"), "training.seed": ("0", "0", "5")}
+    assert comparison.differing == {"ppo.gamma": ("0.95", "0.9", "0.95"), "training.seed": ("0", "0", "5")}
     assert comparison.seeds is None
     assert "--trials 3" in comparison.notes()[1]
 

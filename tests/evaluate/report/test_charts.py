@@ -71,6 +71,15 @@ def test_rolling_risk_is_that_of_the_last_thirty_days(evidence: Evidence) -> Non
     assert charts.rolling_chart(evidence.results) is None  # a test part of less than thirty days
 
 
+def test_calibration_is_shown_beside_what_right_predictions_give(evidence: Evidence) -> None:
+    found = evidence.calibration
+    assert found is not None
+    assert np.sum(charts.pit_chart(found).data[0].y) == pytest.approx(100)
+    coverage = charts.coverage_chart(found)
+    np.testing.assert_allclose(np.asarray(coverage.data[0].y, float), 100 * found.coverage)
+    assert list(coverage.data[1].y) == [0, 100]
+
+
 def test_training_curves_have_their_alarms() -> None:
     lines = [{"time/total_timesteps": 10.0 * step, "train/approx_kl": 0.1 * step} for step in range(5)]
     (chart,) = training_charts(lines, [AlarmRaised("lstm_dead", 20, 1, "")]).values()

@@ -83,7 +83,7 @@ def test_the_page_is_whole_small_and_asks_for_nothing(evidence: Evidence, tmp_pa
     assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert len(re.findall(r"'sha256-[A-Za-z0-9+/=]{44}'", policy)) == 2
-    for words in ("verdict", "buy &amp; hold", "planted optimum", "costs ×3", "fills 1 bar later", "gamma: 0.99"):
+    for words in ("verdict", "buy &amp; hold", "planted optimum", "costs ×3", "fills 1 bar later", "gamma: 0.95"):
         assert words in page, words
 
 

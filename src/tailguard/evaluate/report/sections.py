@@ -173,13 +173,13 @@ def _foreseen(page: Page, evidence: Evidence) -> None:
     found = evidence.calibration
     if found is None:
         return
-    level = len(found.levels) // 10 or 1
-    expected, came = (100 * float(each[level - 1]) for each in (found.levels, found.coverage))
+    lowest, *_, highest = (100 * float(share_in_bin) for share_in_bin in found.histogram)
     agree = "agree as well as chance would have it" if found.p_value > 0.05 else "do not agree"
     page.add("<h3>Did the critics see it coming?</h3>")
     page.paragraph(
-        f"Predicted and realised returns {agree} ({p_value(found.p_value)}, {found.effective:,.0f} independent outcomes). "
-        f"{came:.1f} % of the outcomes were at or below what should hold {expected:.1f} % of them."
+        f"Predicted and realised returns {agree} ({p_value(found.p_value)}; the outcomes are worth "
+        f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions held "
+        f"{lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
     )
     page.add('<div class="columns">')
     page.chart(charts.pit_chart(found), "Where outcomes fell in their predictions: even where those are right.")
