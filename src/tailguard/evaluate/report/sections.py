@@ -178,8 +178,8 @@ def _foreseen(page: Page, evidence: Evidence) -> None:
     page.add("<h3>Did the critics see it coming?</h3>")
     page.paragraph(
         f"Predicted and realised returns {agree} ({p_value(found.p_value)}; the outcomes are worth "
-        f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions held "
-        f"{lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
+        f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions "
+        f"held {lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
     )
     page.add('<div class="columns">')
     page.chart(charts.pit_chart(found), "Where outcomes fell in their predictions: even where those are right.")
