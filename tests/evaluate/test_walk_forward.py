@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
 import tailguard as tg
+from tailguard.algorithm.saving import describe
 from tailguard.config import RunConfig, load_config
 from tailguard.data.bars import Bars
 from tailguard.errors import CheckpointError, ConfigError
-from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, run_walk_forward
+from tailguard.evaluate.walk_forward import Plan, WalkForward, build_agent, plan_folds, run_walk_forward
+from tailguard.runs.folder import RunFolder
+from tailguard.runs.runner import prepare_agent
 
 SMALL = (
     "data.features=[return_24, taker_imbalance_6]",
@@ -56,6 +61,18 @@ def test_no_fold_learns_from_bars_near_or_after_its_test(config: RunConfig, mark
     growing = plan_folds(config, market, Plan(folds=3, train=800, expanding=True))
     assert len({fold.train.start for fold in growing}) == 1
     assert len({fold.train.start for fold in folds}) == 3
+
+
+def test_a_folds_agent_is_built_as_that_of_a_single_run(tmp_path: Path) -> None:
+    other = ("env.reward=simple", "env.shield_shock=0.1", "market.fee=0.002", "risk.limit=-0.1", "training.seed=3")
+    config = load_config(overrides=[*SMALL, "data.synthetic_bars=1600", *other])
+    single, split, _ = prepare_agent(config, RunFolder(tmp_path / "run"), Console(quiet=True))
+    mine = build_agent(config, split.train, seed=3)
+    assert json.dumps(describe(mine)) == json.dumps(describe(single))
+    single.learn(64)
+    mine.learn(64)
+    for name, value in single.agent.state_dict().items():
+        assert torch.equal(value, mine.agent.state_dict()[name]), name
 
 
 def test_the_stitched_account_is_every_decision_in_a_row(walked: WalkForward, market: Bars) -> None:

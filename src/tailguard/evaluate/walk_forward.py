@@ -157,6 +157,7 @@ def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
         features=config.data.features or None,
         accounts=config.env.accounts,
         reward=config.env.reward,
+        shield=config.env.shield,
         stagger=config.ppo.n_steps,
         seed=seed,
     )

@@ -251,6 +251,7 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
             ("exposure, net", percent(figures["net_exposure"])),
             ("turnover a day, of equity", percent(figures["turnover_per_day"], sign=False)),
             ("unfilled a day, of equity", percent(figures["unfilled_per_day"], sign=False)),
+            ("bars at which the shield held back", percent(figures["shielded"], sign=False)),
             ("bars with a gain", percent(figures["hit_rate"], sign=False)),
             ("profit factor", number(figures["profit_factor"])),
             ("longest time below a high", f"{figures['longest_drawdown_days']:,.0f} days"),
