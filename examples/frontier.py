@@ -1,4 +1,4 @@
-"""What does safety cost? One agent for each risk budget, on a synthetic market with a planted signal.
+"""What does safety cost? One agent for each risk budget, on twelve years of a synthetic market with a planted signal.
 
     python examples/frontier.py                     limits 0.5, 1, 2 and 4 %, and none; about ten minutes on 2 cores
     python examples/frontier.py --out frontier.html the picture
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 def run(limit: float | None, seed: int, steps: int) -> dict[str, float]:
     """Train one agent; returns its figures in sample and out of it, as returns of an episode."""
-    made = tg.make_market(26_304, seed=seed, signal=8.0)
+    made = tg.make_market(105_192, seed=seed, signal=8.0)
     split = tg.split_bars(made.bars, validation="30d", test="365d", embargo="7d")
     env = tg.TradingEnv(split.train, num_envs=256, episode_length=EPISODE, features=FEATURES, stagger=64, seed=seed)
     # Without a limit, a budget that nothing can break: the price of risk stays 0, and the tail is measured anyway.

@@ -39,8 +39,9 @@ class RiskConfig:
     """What a relative violation adds to λ for good, per rollout, 0 to 1."""
     lambda_max: float = 10.0
     """Highest price of risk; a run that stays there has a limit it cannot keep."""
-    cost_lambda: float = 0.95
-    """λ of the cost's advantages, 0 to 1; they are not discounted."""
+    cost_lambda: float = 0.5
+    """λ of the cost's advantages, 0 to 1; they are not discounted, and a bar's own part is charged at once, so that a
+    low one suffices and is less noisy."""
     critic_hidden: tuple[int, ...] = (64,)
     """Widths of the layers of the cost critic."""
     critic_learning_rate: float = 1e-3
