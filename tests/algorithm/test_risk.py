@@ -255,7 +255,7 @@ STUDENT = float(t.expect(lambda x: -x, (4,), ub=t.ppf(0.05, 4)) / 0.05 / np.sqrt
 
 
 def bet(
-    seed: int, freedom: int | None = None, updates: int = 300, envs: int = 16_384, rate: float = 3e-3
+    seed: int, freedom: int | None = None, updates: int = 300, envs: int = 16_384, rate: str = "linear:3e-3:3e-4"
 ) -> tuple[Any, np.ndarray]:
     """One bet with a limit on its shortfall, from w = 0; the learner, and λ and ES by update."""
     learner = DistributionalPPO(
@@ -269,8 +269,13 @@ def bet(
 
 def follow(learner: DistributionalPPO, updates: int) -> np.ndarray:
     """λ and ES after each update, [updates, 2]."""
-    found = [learner.iterate() for _ in range(updates)]
-    return np.array([(metrics["risk/lambda"], -metrics["risk/cvar_realised"]) for metrics in found])
+    found: list[tuple[float, float]] = []
+
+    def note(*_: Any) -> None:
+        found.append((learner.metrics["risk/lambda"], -learner.metrics["risk/cvar_realised"]))
+
+    learner.learn(updates * learner.env.num_envs, callback=note)
+    return np.array(found)
 
 
 def weight(learner: DistributionalPPO) -> float:
@@ -303,7 +308,7 @@ def test_one_bet_settles_at_the_closed_form(seed: int, freedom: int | None) -> N
 
 def test_one_bet_comes_near_the_closed_form() -> None:
     """The same in short: from w = 0 to the neighbourhood of 0.69, where λ has begun to hold it."""
-    learner, course = bet(0, updates=60, envs=8192, rate=6e-3)
+    learner, course = bet(0, updates=60, envs=8192, rate="linear:6e-3:6e-4")
     assert weight(learner) == pytest.approx(0.69, rel=0.25)
     assert course[:8, 0].max() == 0
     assert course[-1, 0] > 0.05
