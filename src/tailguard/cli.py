@@ -72,6 +72,9 @@ def train(
         Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, with its own settings.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Answer yes: go on with a run that exists already.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print the table of all figures every tenth iteration.")
+    ] = False,
     walk_forward: Annotated[
         bool, typer.Option("--walk-forward", help="Train anew for each of many test windows, one after the other.")
     ] = False,
@@ -97,7 +100,7 @@ def train(
     if resume is not None:
         if config or bars or overrides or name:
             raise ConfigError(f"--resume {resume}: the run goes on with its own settings; give no others")
-        resume_run(resume, Console(), ask)
+        resume_run(resume, Console(), ask, verbose)
         return
     given = list(overrides or [])
     if bars is not None:
@@ -115,7 +118,7 @@ def train(
     elif folds is not None or seeds is not None or expanding:
         raise ConfigError("--folds, --seeds and --expanding belong to --walk-forward; add it, or leave them out")
     else:
-        train_run(settings, folder, Console(), ask=ask)
+        train_run(settings, folder, Console(), ask=ask, verbose=verbose)
 
 
 app.command()(cli_evaluate.backtest)

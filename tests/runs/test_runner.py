@@ -93,3 +93,20 @@ def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
     lines = console.export_text().splitlines()
     assert len(lines) == 2
     assert "…" not in "".join(lines)
+
+
+def test_a_risk_budget_and_a_shield_go_from_the_settings_into_the_run(tmp_path: Path, small_config, capsys) -> None:
+    """Priced, shielded, said in words, and with the table of all figures if asked for."""
+    config = small_config(
+        "risk.limit=-0.001", "risk.alpha=0.5", "env.shield_shock=0.5", "training.total_timesteps=1280"
+    )
+    console = Console(record=True, width=200)
+    result = train(config, tmp_path / "run", console, verbose=True)
+    assert "budget: the worst 50 % of 32-bar episodes lose ≤ 0.1 % on average" in console.export_text()
+    lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["risk/limit"] == -0.001
+    assert lines[-1]["risk/lambda"] > 0
+    assert lines[-1]["data/shielded"] > 0
+    assert result.results[AGENT].shielded.any()
+    assert tg.DistributionalPPO.load(result.folder / AGENT).risk is not None
+    assert "cvar_realised" in capsys.readouterr().out

@@ -23,7 +23,8 @@ from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
 from tailguard.evaluate.table import growth, print_table
-from tailguard.monitor.writers import JsonlWriter, TensorBoardWriter
+from tailguard.monitor.recording import FigureWriter
+from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.keeper import Keeper
@@ -67,6 +68,7 @@ def train(
     replace: bool = False,
     resume: bool = False,
     ask: Callable[[str], bool] = _say_no,
+    verbose: bool = False,
 ) -> RunResult:
     """Train an agent as the config says, keep everything in `folder`, and show what it does on the test period.
 
@@ -74,6 +76,8 @@ def train(
     `resume`: a run in the folder goes on, exactly from its newest checkpoint.
     `ask`: answers what only the user can decide: whether to go on with a run that is there, and from an older
     checkpoint where the newest is damaged. By default the answer is no, and the question becomes an error.
+
+    `verbose`: print the table of all figures every tenth iteration.
 
     The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
     128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
@@ -89,7 +93,7 @@ def train(
             store.clean()
             if goes_on:
                 _take_up(agent, store, run, console, ask)
-            _learn(agent, config, run, store, Validation(agent, split.validation), console)
+            _learn(agent, config, run, store, Validation(agent, split.validation), console, verbose)
             agent.save(run.agent_path)
         except OSError as error:
             raise RunError(f"{error.filename or folder}: {error.strerror}. {_what_is_left(run, store)}") from error
@@ -104,9 +108,11 @@ def train(
     return result
 
 
-def resume_run(folder: Path, console: Console, ask: Callable[[str], bool] = _say_no) -> RunResult:
+def resume_run(
+    folder: Path, console: Console, ask: Callable[[str], bool] = _say_no, verbose: bool = False
+) -> RunResult:
     """Go on with the run in this folder, with its own settings."""
-    return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask)
+    return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask, verbose=verbose)
 
 
 def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
@@ -183,6 +189,7 @@ def _learn(
     store: CheckpointStore,
     validation: Validation,
     console: Console,
+    verbose: bool,
 ) -> None:
     training = config.training
     left = training.total_timesteps - agent.num_timesteps
@@ -202,7 +209,9 @@ def _learn(
             minutes=training.checkpoint_minutes,
             goal=training.total_timesteps,
         )
-        writers = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+        writers: list[FigureWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+        if verbose:
+            writers.append(ConsoleTable(every=10))
         agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
     if stop.received is not None:
         console.print(
