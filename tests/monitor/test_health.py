@@ -297,7 +297,7 @@ def test_an_evaluation_that_moves_is_left_alone() -> None:
 
 
 def test_a_limit_that_cannot_be_met(bars: Any) -> None:
-    """A hundredth of a per cent, and hardly any price allowed for it: said with what was reached, and the run goes on."""
+    """A hundredth of a per cent, and hardly any price allowed for it: said with what was reached; the run goes on."""
     risk = tg.RiskConfig(limit=-1e-4, alpha=0.5, lambda_max=0.01)
     learner = make(bars, risk=risk)
     metrics = run(learner, 25)
