@@ -116,3 +116,16 @@ def test_the_coefficient_follows_its_schedule(make_learner: Any, make_witness: A
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BehaviourCloning(**options)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_share_of_the_loss_does_not_grow_with_the_microbatches(make_learner: Any, parts: int) -> None:
+    """|bc| over the sum of all terms' sizes, here of one whole minibatch: from the logged terms themselves."""
+    learner = make_learner(
+        extensions=(BehaviourCloning(coefficient=0.5, beta=1.0),), minibatch_size=1000, epochs=1, microbatches=parts
+    )
+    metrics = learner.iterate()
+    terms = ("policy_gradient_loss", "value_loss", "distribution_loss", "bc_loss")
+    sizes = [abs(metrics[f"train/{name}"]) for name in terms]
+    assert 0 < metrics["train/bc_share"] <= 1
+    assert metrics["train/bc_share"] == pytest.approx(sizes[-1] / sum(sizes), rel=1e-5 if parts == 1 else 0.2)

@@ -15,7 +15,8 @@ from tailguard.algorithm.saving import describe
 from tailguard.config import RunConfig, load_config
 from tailguard.data.bars import Bars
 from tailguard.errors import CheckpointError, ConfigError
-from tailguard.evaluate.walk_forward import Plan, WalkForward, build_agent, plan_folds, run_walk_forward
+from tailguard.evaluate.trained import build_agent
+from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, run_walk_forward
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.runner import prepare_agent
 

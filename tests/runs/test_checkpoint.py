@@ -102,7 +102,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "link": (lambda step: (step.rename(step.parent / "x"), step.symlink_to("x")), "symbolic link"),
     "older format": (
         lambda step: (step / "manifest.json").write_text('{"format": 0}'),
-        "format 0; this version of Tailguard reads format 1",
+        "format 0; this version of Tailguard reads format 2",
     ),
 }
 

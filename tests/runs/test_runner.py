@@ -14,7 +14,8 @@ import tailguard as tg
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.table import growth, percent, print_table
-from tailguard.runs.runner import AGENT, ORACLE, RunResult, train, verdict
+from tailguard.evaluate.trained import AGENT, OPTIMUM
+from tailguard.runs.runner import RunResult, train, verdict
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,12 @@ def test_a_run_leaves_its_agent_config_and_figures(finished) -> None:
 
 def test_the_agent_stands_beside_the_baselines_and_the_planted_optimum(finished) -> None:
     result, text = finished
-    for name in (AGENT, ORACLE, "buy & hold", "moving-average cross", "volatility target", "flat"):
+    for name in (AGENT, OPTIMUM, "buy & hold", "moving-average cross", "volatility target", "flat"):
         assert name in result.results
         assert name in text
     lengths = {len(found.net) for found in result.results.values()}
     assert len(lengths) == 1  # all on the same bars
-    mine, best = (math.log(result.results[name].equity[-1]) for name in (AGENT, ORACLE))
+    mine, best = (math.log(result.results[name].equity[-1]) for name in (AGENT, OPTIMUM))
     assert result.captured == pytest.approx(mine / best)
 
 

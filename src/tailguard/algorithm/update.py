@@ -210,7 +210,7 @@ def minibatch_loss(
         if extensions:
             sizes = {name: term.detach().abs() for name, term in terms.items()}
             whole = torch.stack(list(sizes.values())).sum().clamp(min=1e-30)
-            figures |= {f"train/{extension.name}_share": sizes[extension.name] / whole for extension in extensions}
+            figures |= {f"train/{one.name}_share": share * sizes[one.name] / whole for one in extensions}
     total = torch.stack(list(terms.values())).sum()
     counted = torch.where(weights != 0, log_ratio.detach(), 0.0)
     return MinibatchLoss(total, terms, figures, guarded.finite, counted)

@@ -1,4 +1,4 @@
-"""A finished run, opened again: its settings, its agent, and the very bars it was trained and tested on."""
+"""What a run is made of, by its settings: bars, their parts, a fresh agent; and a finished run, opened again."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tailguard.data.prepare import prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, make_market
+from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import standard_baselines
@@ -97,6 +98,24 @@ def split_of(config: RunConfig, bars: Bars) -> Split:
     sizes = (config.data.validation, config.data.test)
     validation, test = (_size(size) for size in sizes)
     return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
+
+
+def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
+    """A fresh agent on these training bars."""
+    env = TradingEnv(
+        bars,
+        config.market,
+        config.env.num_envs,
+        config.training.device,
+        episode_length=config.env.episode_length,
+        features=config.data.features or None,
+        accounts=config.env.accounts,
+        reward=config.env.reward,
+        shield=config.env.shield,
+        stagger=config.ppo.n_steps,
+        seed=seed,
+    )
+    return DistributionalPPO(env, config.ppo, seed=seed, risk=config.risk)
 
 
 def _size(value: float | str) -> float | str:

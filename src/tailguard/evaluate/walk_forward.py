@@ -19,11 +19,11 @@ from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig, to_dict, to_yaml
 from tailguard.data.splits import Fold, walk_forward
 from tailguard.data.windows import Size
-from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import HOLD, standard_baselines
 from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
+from tailguard.evaluate.trained import AGENT, build_agent
 from tailguard.monitor.writers import JsonlWriter
 from tailguard.sealed import replace_synced
 from tailguard.validate import check_count
@@ -36,7 +36,6 @@ SETTINGS = "settings.yaml"
 """Not config.yaml, by which a folder is known as that of a single run."""
 LOCK = ".lock"
 """File of whoever holds the folder."""
-AGENT = "agent"
 
 
 @dataclass(frozen=True)
@@ -144,24 +143,6 @@ def stitch(results: Sequence[BacktestResult], bars: Bars, config: RunConfig) -> 
         rows = np.searchsorted(panel.time, result.time) - 1
         targets[rows] = result.targets
     return backtest(targets, bars, config.market)
-
-
-def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
-    """A fresh agent on these training bars."""
-    env = TradingEnv(
-        bars,
-        config.market,
-        config.env.num_envs,
-        config.training.device,
-        episode_length=config.env.episode_length,
-        features=config.data.features or None,
-        accounts=config.env.accounts,
-        reward=config.env.reward,
-        shield=config.env.shield,
-        stagger=config.ppo.n_steps,
-        seed=seed,
-    )
-    return DistributionalPPO(env, config.ppo, seed=seed, risk=config.risk)
 
 
 def _train(config: RunConfig, fold: Fold, seed: int, place: Path, progress_bar: bool) -> DistributionalPPO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ STEP = "time/total_timesteps"
 """Figure that says at which environment step an iteration ended."""
 
 
-class FigureWriter(Callback):
+class FigureWriter(Callback, ABC):
     """Hands over every iteration's figures, and every alarm when it is raised for the first time.
 
     Other callbacks record figures of their own, evaluations above all, some of them only in `on_step`. Those join the
@@ -27,9 +28,9 @@ class FigureWriter(Callback):
     alarms: int = 0
     """Alarms of the agent that have been written."""
 
+    @abstractmethod
     def write(self, figures: Mapping[str, float], step: int) -> None:
         """Take an iteration's figures; they may not be finite."""
-        raise NotImplementedError
 
     def add(self, figures: Mapping[str, float], step: int) -> None:
         """Take figures that joined after `write`, of the same step."""

@@ -8,21 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from rich.console import Console
 
 from tailguard._version import __version__
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig
-from tailguard.data.sources import load_bars
-from tailguard.data.splits import Split, split_bars
-from tailguard.data.synthetic import SyntheticMarket, describe, make_market
-from tailguard.envs.trading import TradingEnv
+from tailguard.data.splits import Split
+from tailguard.data.synthetic import SyntheticMarket, describe
 from tailguard.errors import CheckpointError, ConfigError, RunError
-from tailguard.evaluate.backtest import BacktestResult, backtest
-from tailguard.evaluate.baselines import standard_baselines
+from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.table import growth, print_table
+from tailguard.evaluate.trained import (
+    AGENT,
+    OPTIMUM,
+    TrainedRun,
+    beside_baselines,
+    build_agent,
+    market_of,
+    split_of,
+)
 from tailguard.monitor.recording import FigureWriter
 from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
@@ -33,9 +38,6 @@ from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
-
-AGENT = "agent"
-ORACLE = "planted optimum"
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,9 @@ class RunResult:
     @property
     def captured(self) -> float:
         """The agent's log-growth as a share of the planted optimum's on the same bars; NaN where none is known."""
-        if ORACLE not in self.results:
+        if OPTIMUM not in self.results:
             return math.nan
-        mine, best = (math.log(self.results[name].equity[-1]) for name in (AGENT, ORACLE))
+        mine, best = (math.log(self.results[name].equity[-1]) for name in (AGENT, OPTIMUM))
         return mine / best if best > 0 else math.nan
 
 
@@ -97,7 +99,8 @@ def train(
             agent.save(run.agent_path)
         except OSError as error:
             raise RunError(f"{error.filename or folder}: {error.strerror}. {_what_is_left(run, store)}") from error
-        result = RunResult(folder, agent, _evaluate(agent, config, split.test, synthetic))
+        trained = TrainedRun(folder, config, agent, split, synthetic)
+        result = RunResult(folder, agent, beside_baselines(trained, split.test))
     console.print()
     print_table(result.results, "test, net of costs", console)
     console.print(f"\nverdict  {verdict(result)}", soft_wrap=True)
@@ -140,12 +143,11 @@ def prepare_agent(
         f"[bold]Tailguard {__version__}[/bold] · {config.training.device}, {torch.get_num_threads()} threads "
         f"· seed {config.training.seed} · {run.path}"
     )
-    bars, synthetic = _bars(config)
+    bars, synthetic = market_of(config)
     console.print(f"market   {describe(synthetic) if synthetic else _describe_bars(bars)}", soft_wrap=True)
-    data = config.data
-    split = split_bars(bars, validation=_size(data.validation), test=_size(data.test), embargo=data.embargo)
+    split = split_of(config, bars)
     console.print(f"split    {split.describe()}", soft_wrap=True)
-    agent = _agent(config, split)
+    agent = build_agent(config, split.train, config.training.seed)
     console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
     return agent, split, synthetic
 
@@ -272,56 +274,6 @@ def describe_risk(agent: DistributionalPPO) -> str:
     return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average"
 
 
-def _bars(config: RunConfig) -> tuple[Bars, SyntheticMarket | None]:
-    data = config.data
-    if data.path is None:
-        market = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
-        return market.bars, market
-    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return (bars.select(*data.symbols) if data.symbols else bars), None
-
-
 def _describe_bars(bars: Bars) -> str:
     first, last = bars.end_points
     return f"{bars.source} · {', '.join(bars.symbols)} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(bars):,} bars"
-
-
-def _size(value: float | str) -> float | str:
-    """A fraction written in YAML as text is still a fraction."""
-    try:
-        return float(value)
-    except ValueError:
-        return value
-
-
-def _agent(config: RunConfig, split: Split) -> DistributionalPPO:
-    env = TradingEnv(
-        split.train,
-        config.market,
-        config.env.num_envs,
-        config.training.device,
-        episode_length=config.env.episode_length,
-        features=config.data.features or None,
-        accounts=config.env.accounts,
-        reward=config.env.reward,
-        shield=config.env.shield,
-        stagger=config.ppo.n_steps,
-        seed=config.training.seed,
-    )
-    return DistributionalPPO(env, config.ppo, seed=config.training.seed, risk=config.risk)
-
-
-def _evaluate(
-    agent: DistributionalPPO, config: RunConfig, test: Bars, synthetic: SyntheticMarket | None
-) -> dict[str, BacktestResult]:
-    results = {AGENT: backtest(agent, test)}
-    if synthetic is not None and synthetic.signal > 0:
-        market = config.market
-        weights = synthetic.oracle_weights(market.fee + market.half_spread, market.leverage, market.funding_rate)
-        times = synthetic.bars.frame["time"].unique(maintain_order=True)
-        first, last = test.end_points
-        rows = np.flatnonzero(((times >= first) & (times <= last)).to_numpy())
-        results[ORACLE] = backtest(weights[rows], test, market)
-    for name, policy in standard_baselines(config.market.leverage, config.market.allow_short).items():
-        results[name] = backtest(policy, test, config.market)
-    return results
