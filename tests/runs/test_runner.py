@@ -55,7 +55,11 @@ def test_the_verdict_does_not_flatter(bars, finished) -> None:
     words = verdict(RunResult(result.folder, result.agent, {AGENT: losing, "buy & hold": held}))
     assert "lost" in words
     assert "do not trade it" in words
+    assert "worse than buy & hold" in words
     assert "planted" not in words
+    # A smaller loss than the market's is better, and still a loss.
+    small = verdict(RunResult(result.folder, result.agent, {AGENT: held, "buy & hold": losing}))
+    assert "better than buy & hold" in small
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: Path, small_config, quiet) -> None:

@@ -241,7 +241,7 @@ def verdict(result: RunResult) -> str:
     won = agent["growth_per_year"] > 0
     words = (
         f"out of sample the agent {'grew' if won else 'lost'}: {growth(agent['growth_per_year'])} a year net of costs, "
-        f"{'more' if better else 'less'} than buy & hold ({growth(held['growth_per_year'])})"
+        f"{'better' if better else 'worse'} than buy & hold ({growth(held['growth_per_year'])})"
     )
     if not math.isnan(result.captured):
         words += f"; that is {100 * result.captured:.0f} % of the log-growth of the planted optimum on these bars"
