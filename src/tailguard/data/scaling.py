@@ -18,6 +18,7 @@ Float = NDArray[np.float64]
 
 NORMAL_IQR = 1.3489795003921634
 """Interquartile range of a standard normal: divides it out, so that a normal feature gets unit deviation."""
+QUARTILES = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +61,27 @@ class Scaler:
             )
         values = table.values[rows & table.valid]
         if len(values) < 2:
-            raise ConfigError(
-                f"scaler: {len(values)} of the {int(rows.sum()):,} training rows have all features defined; at least 2 "
-                "are needed. Use more bars, a lead-in, or features with a shorter warm-up"
-            )
-        low, center, high = np.quantile(values, (0.25, 0.5, 0.75), axis=0)
-        scale = np.where(high > low, (high - low) / NORMAL_IQR, values.std(axis=0))
+            raise too_few_rows(len(values), int(rows.sum()))
+        quartiles = np.quantile(values, QUARTILES, axis=0)
+        constant = np.ptp(values, axis=0) == 0
+        return cls.of_statistics(table.names, table.definitions, quartiles, values.std(axis=0), constant, clip)
+
+    @classmethod
+    def of_statistics(
+        cls,
+        names: tuple[str, ...],
+        definitions: tuple[str, ...],
+        quartiles: Float,
+        deviation: Float,
+        constant: NDArray[np.bool_],
+        clip: float = 10.0,
+    ) -> Self:
+        """From `QUARTILES` [3, F], standard deviations and which features never varied, [F] each."""
+        low, center, high = quartiles
+        scale = np.where(high > low, (high - low) / NORMAL_IQR, deviation)
         # A deviation this far below the level is the rounding of a mean, not movement.
-        scale = np.where((np.ptp(values, axis=0) == 0) | (scale <= 1e-12 * np.abs(center)), 0.0, scale)
-        return cls(table.names, table.definitions, center, scale, clip)
+        scale = np.where(constant | (scale <= 1e-12 * np.abs(center)), 0.0, scale)
+        return cls(names, definitions, center, scale, clip)
 
     def transform(self, features: FeatureTable | Float) -> NDArray[np.float32]:
         """Scaled and clipped values, [..., F]; a missing value (NaN) stays missing."""
@@ -131,3 +144,10 @@ class Scaler:
     def digest(self) -> str:
         """SHA-256 over names, definitions and statistics: equal if and only if the scaled inputs are the same."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def too_few_rows(defined: int, rows: int) -> ConfigError:
+    return ConfigError(
+        f"scaler: {defined} of the {rows:,} training rows have all features defined; at least 2 are needed. Use more "
+        "bars, a lead-in, or features with a shorter warm-up"
+    )
