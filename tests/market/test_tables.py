@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tailguard.data.panel import Panel
 from tailguard.errors import BarsError
 from tailguard.market import Market, MarketConfig, build_market
-from tailguard.market.tables import COLUMNS, _ema
+from tailguard.market.tables import COLUMNS, TableStream, _ema
 
 PRICES = ("open", "high", "low", "close")
 
@@ -95,7 +95,7 @@ def test_exponential_average_equals_the_loop_over_rows() -> None:
             carried = 0.0 if first[row] else decay
             total, weight = carried * total + values[row], carried * weight + 1.0
             expected[row] = total / weight
-        np.testing.assert_allclose(_ema(values, decay, first), expected, rtol=1e-12)
+        np.testing.assert_allclose(_ema(values, decay, first)[0], expected, rtol=1e-12)
 
 
 def test_capacity_is_a_share_of_the_fill_bars_notional(hand_panel: Callable[..., Panel]) -> None:
@@ -178,3 +178,25 @@ def test_memory_grows_with_bars_only(random_panel: Callable[..., Panel]) -> None
 
     assert size(1000) == 1000 * (len(COLUMNS) * 4 + 2 * 8)
     assert size(3000) == 3 * size(1000)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 299])
+def test_a_table_made_piece_by_piece_is_the_whole_one(random_panel: Callable[..., Panel], size: int) -> None:
+    panel = random_panel(3, 300)
+    panel = replace(panel, segment=np.repeat([0, 1, 2], [120, 1, 179]).astype(np.int32))
+    config = MarketConfig(volatility_halflife=50.0, borrow_rate=0.1)
+    whole = build_market(panel, config, dtype=torch.float64).table.numpy()
+    stream = TableStream(config)
+    pieces = [stream.extend(panel.rows_between(start, start + size)) for start in range(0, 300, size)]
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, rtol=1e-13, atol=0)
+
+
+def test_volume_that_comes_in_a_later_piece_is_volume(random_panel: Callable[..., Panel]) -> None:
+    panel = random_panel(0, 20)
+    panel = replace(panel, volume=np.where(np.arange(20) < 10, 0.0, 5.0)[:, None] * np.ones((1, panel.assets)))
+    stream = TableStream(MarketConfig())
+    stream.extend(panel.rows_between(0, 10))
+    with pytest.raises(BarsError, match="volume is 0 in every bar"):
+        stream.check_volume()
+    stream.extend(panel.rows_between(10, 20))
+    stream.check_volume()

@@ -13,6 +13,7 @@ Level = Literal["ok", "skipped", "warning", "error"]
 Row = dict[str, Any]
 
 _SEVERITY: dict[Level, int] = {"ok": 0, "skipped": 1, "warning": 2, "error": 3}
+CONTEXT = "context"
 SHOWN = 3
 """Offenders a check names; the rest are counted."""
 
@@ -115,7 +116,12 @@ def judge(
     remedy: str,
     level: Level = "error",
 ) -> Check:
-    """The check's outcome from the rows that offend, if any."""
+    """The check's outcome from the rows that offend, if any.
+
+    A column `context` marks rows that are there for their neighbours' sake, and are judged with another piece.
+    """
+    if CONTEXT in found.columns:
+        found = found.filter(~pl.col(CONTEXT))
     if found.is_empty():
         return Check(name, "ok", promise)
     offenders = tuple(

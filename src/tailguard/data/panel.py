@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,3 +51,16 @@ class Panel:
     @property
     def bars_per_year(self) -> float:
         return 365.25 * 86_400_000 / self.frequency_ms
+
+    def rows_between(self, start: int, stop: int) -> Panel:
+        """The rows from `start` up to, not including, `stop`."""
+        return replace(self, **{name: values[start:stop] for name, values in self._per_row().items()})
+
+    def followed_by(self, other: Panel) -> Panel:
+        """These rows and then those of `other`, which has the same assets."""
+        after = other._per_row()
+        joined: dict[str, Any] = {name: np.concatenate([rows, after[name]]) for name, rows in self._per_row().items()}
+        return replace(self, **joined)
+
+    def _per_row(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import re
 import warnings
 import zipfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import IO, cast
 
 import polars as pl
 
@@ -34,6 +37,7 @@ from tailguard.errors import BarsError, BarsWarning
 
 Paths = str | Path | Sequence[str | Path]
 
+READING_ERRORS = (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error, pl.exceptions.PolarsError)
 _SUFFIXES = (".csv", ".csv.gz", ".zip", ".parquet", ".feather", ".arrow", ".ipc")
 
 
@@ -117,14 +121,14 @@ def check_source(
 
 def read_source(path: Paths, *, symbol: str | None = None) -> Source:
     """Read the files of `path` and put each symbol's bars together."""
-    files = _files(path)
-    tables = [_Table.read(file) for file in files]
+    files = files_of(path)
+    tables = [Table.of(_read(file), file) for file in files]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     dropped = tuple(name for name in OPTIONAL if name in any_ - common)
     order = ["file", "row", "unreadable", "symbol", "time", *REQUIRED, *(name for name in OPTIONAL if name in common)]
     frame = pl.concat([table.frame.select(order) for table in tables])
-    name = _name(path)
+    name = name_of(path)
     if symbol is not None:
         frame = _pick(frame, symbol, name, named=any(table.names_symbols for table in tables))
     if frame.is_empty():
@@ -138,16 +142,16 @@ def read_source(path: Paths, *, symbol: str | None = None) -> Source:
 
 
 @dataclass(frozen=True)
-class _Table:
-    """One file as read."""
+class Table:
+    """One file, or a piece of one, as read: laid out as `Source.frame`."""
 
     frame: pl.DataFrame
     ignored: tuple[str, ...]
     names_symbols: bool
 
     @staticmethod
-    def read(path: Path) -> _Table:
-        raw = _read(path)
+    def of(raw: pl.DataFrame, path: Path, first_row: int = 1) -> Table:
+        """Recognise the columns of `raw`, whose first row is the file's `first_row`."""
         recognised = recognise(raw.columns, str(path))
         fields = recognised.fields
         columns = {name: read_numbers(raw[fields[name]]) for name in (*REQUIRED, *OPTIONAL) if name in fields}
@@ -161,12 +165,12 @@ class _Table:
         symbols = raw[fields["symbol"]].cast(pl.String) if "symbol" in fields else pl.lit(symbol_of(path))
         frame = pl.DataFrame({name: column.rename(name) for name, column in columns.items()}).select(
             file=pl.lit(str(path)),
-            row=pl.int_range(1, pl.len() + 1, dtype=pl.Int64),
+            row=pl.int_range(first_row, pl.len() + first_row, dtype=pl.Int64),
             unreadable=unreadable,
             symbol=symbols,
             **{name: pl.col(name) for name in columns},
         )
-        return _Table(frame, recognised.ignored, "symbol" in fields)
+        return Table(frame, recognised.ignored, "symbol" in fields)
 
 
 def _unreadable(raw: pl.DataFrame, fields: dict[str, str], columns: dict[str, pl.Series]) -> pl.Series:
@@ -194,7 +198,7 @@ def _pick(frame: pl.DataFrame, symbol: str, source: str, *, named: bool) -> pl.D
     return frame.with_columns(symbol=pl.lit(symbol))
 
 
-def _name(path: Paths) -> str:
+def name_of(path: Paths) -> str:
     """What was given, short enough for a message."""
     given = [path] if isinstance(path, str | Path) else list(path)
     if len(given) <= 3:
@@ -202,7 +206,7 @@ def _name(path: Paths) -> str:
     return f"{given[0]} … {given[-1]} ({len(given)} paths)"
 
 
-def _files(path: Paths) -> list[Path]:
+def files_of(path: Paths) -> list[Path]:
     given = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     files: list[Path] = []
     for one in given:
@@ -231,26 +235,38 @@ def _read(path: Path) -> pl.DataFrame:
         elif name.endswith((".feather", ".arrow", ".ipc")):
             raw = pl.read_ipc(path)
         else:
-            raw = _read_csv(_csv_bytes(path), str(path))
-    except (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, pl.exceptions.PolarsError) as error:
+            with open_csv(path) as file:
+                raw = read_csv(file.read(), str(path))
+    except READING_ERRORS as error:
         raise BarsError(f"{path}: cannot be read: {error}") from error
+    return with_names(raw)
+
+
+def with_names(raw: pl.DataFrame) -> pl.DataFrame:
+    """The table with its columns named, where they are numbered."""
     names = positional_names(raw.columns)
     return raw if names is None else raw.rename(dict(zip(raw.columns, names, strict=True)))
 
 
-def _csv_bytes(path: Path) -> bytes:
+@contextlib.contextmanager
+def open_csv(path: Path) -> Iterator[IO[bytes]]:
+    """The text of a CSV file, unpacked."""
     if path.name.lower().endswith(".gz"):
-        return gzip.decompress(path.read_bytes())
-    if path.name.lower().endswith(".zip"):
+        with gzip.open(path) as text:
+            yield cast(IO[bytes], text)
+    elif path.name.lower().endswith(".zip"):
         with zipfile.ZipFile(path) as archive:
             inside = [entry for entry in archive.namelist() if entry.lower().endswith(".csv")]
             if len(inside) != 1:
                 raise BarsError(f"{path}: holds {len(inside)} CSV files, not one; unpack it and give the folder")
-            return archive.read(inside[0])
-    return path.read_bytes()
+            with archive.open(inside[0]) as unpacked:
+                yield unpacked
+    else:
+        with path.open("rb") as file:
+            yield file
 
 
-def _read_csv(content: bytes, file: str) -> pl.DataFrame:
+def read_csv(content: bytes, file: str) -> pl.DataFrame:
     """Every cell as text, so that one bad cell is reported with its row instead of spoiling the column."""
     content = content.rstrip()
     if not content:
@@ -263,7 +279,7 @@ def _read_csv(content: bytes, file: str) -> pl.DataFrame:
         raise BarsError(f"{file}: not readable as CSV: {error}") from error
     if not cells:
         raise BarsError(f"{file}: the first line is empty; it must name the columns")
-    if not _is_data(cells):
+    if not is_data(cells):
         return pl.read_csv(content, separator=separator, infer_schema=False)
     if len(cells) not in POSITIONAL:
         raise BarsError(
@@ -274,7 +290,7 @@ def _read_csv(content: bytes, file: str) -> pl.DataFrame:
     return pl.read_csv(content, separator=separator, infer_schema=False, has_header=False, new_columns=names)
 
 
-def _is_data(cells: list[str]) -> bool:
+def is_data(cells: list[str]) -> bool:
     """Whether a table's first line is bars already: a time and numbers, and not 0, 1, 2 … for names."""
     if cells == [str(place) for place in range(len(cells))]:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 
@@ -79,23 +80,35 @@ def split_bars(
             into the part before, which is past by then. None: the longest warm-up of the features these bars allow.
     """
     times = traded_times(bars)
-    gap = size_in_bars("embargo", embargo, len(times), bars.frequency, low=0)
-    if any(_is_date(part) for part in (train, validation, test)):
-        windows = _windows_at(times, train, validation, test, gap)
-    else:
-        usable = bars_beside_gaps(len(times), gap, gaps=2, parts=3)
-        fractions = [part for part in (train, validation, test) if isinstance(part, float)]
-        if len(fractions) == 3 and abs(sum(fractions) - 1) < 1e-9:
-            train = None
-        windows = split_windows(
-            len(times),
-            train=None if train is None else _bars("train", train, usable, bars),
-            validation=_bars("validation", validation, usable, bars),
-            test=_bars("test", test, usable, bars),
-            gap=gap,
-        )
+    windows = split_times(times, bars.frequency, train=train, validation=validation, test=test, embargo=embargo)
     history = _lead_in(bars, lead_in, times)
     return Split(*(_part(bars, times, part, history) for part in (windows.train, windows.validation, windows.test)))
+
+
+def split_times(
+    times: Sequence[datetime],
+    frequency: timedelta,
+    *,
+    train: Size | date | None = None,
+    validation: Size | date = 0.15,
+    test: Size | date = 0.15,
+    embargo: Size = 0,
+) -> Windows:
+    """Where the parts lie among the traded times, which rise; the arguments are those of `split_bars`."""
+    gap = size_in_bars("embargo", embargo, len(times), frequency, low=0)
+    if any(_is_date(part) for part in (train, validation, test)):
+        return _windows_at(times, train, validation, test, gap)
+    usable = bars_beside_gaps(len(times), gap, gaps=2, parts=3)
+    fractions = [part for part in (train, validation, test) if isinstance(part, float)]
+    if len(fractions) == 3 and abs(sum(fractions) - 1) < 1e-9:
+        train = None
+    return split_windows(
+        len(times),
+        train=None if train is None else _bars("train", train, usable, frequency),
+        validation=_bars("validation", validation, usable, frequency),
+        test=_bars("test", test, usable, frequency),
+        gap=gap,
+    )
 
 
 def walk_forward(
@@ -139,9 +152,9 @@ def walk_forward(
     windows = walk_forward_windows(
         len(times),
         folds=folds,
-        train=None if train is None else _bars("train", train, usable, bars),
-        test=None if test is None else _bars("test", test, usable, bars),
-        validation=0 if validation == 0 else _bars("validation", validation, usable, bars),
+        train=None if train is None else _bars("train", train, usable, bars.frequency),
+        test=None if test is None else _bars("test", test, usable, bars.frequency),
+        validation=0 if validation == 0 else _bars("validation", validation, usable, bars.frequency),
         gap=gap,
         expanding=expanding,
     )
@@ -167,7 +180,7 @@ def traded_times(bars: Bars) -> list[datetime]:
 
 
 def _windows_at(
-    times: list[datetime], train: Size | date | None, validation: Size | date, test: Size | date, gap: int
+    times: Sequence[datetime], train: Size | date | None, validation: Size | date, test: Size | date, gap: int
 ) -> Windows:
     """The parts that start on these dates."""
     starts = {"train": times[0] if train is None else _date("train", train)}
@@ -207,9 +220,9 @@ def _date(name: str, boundary: Size | date) -> datetime:
     return boundary.replace(tzinfo=UTC) if boundary.tzinfo is None else boundary.astimezone(UTC)
 
 
-def _bars(name: str, size: Size | date, usable: int, bars: Bars) -> int:
+def _bars(name: str, size: Size | date, usable: int, frequency: timedelta) -> int:
     assert not isinstance(size, date)
-    return size_in_bars(name, size, usable, bars.frequency)
+    return size_in_bars(name, size, usable, frequency)
 
 
 def _lead_in(bars: Bars, lead_in: Size | None, times: list[datetime]) -> int:
@@ -223,16 +236,23 @@ def _part(bars: Bars, times: list[datetime], window: range, lead_in: int) -> Bar
 
 
 def _describe(parts: dict[str, Bars | None]) -> str:
-    words: list[str] = []
-    end: datetime | None = None
+    periods = []
     for name, bars in parts.items():
-        if bars is None:
-            continue
-        times = traded_times(bars)
-        if end is not None and times[0] > end:
-            words.append(_in_words(times[0] - end))
-        end = times[-1] + bars.frequency
-        words.append(f"{name} {times[0]:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}, {len(times):,} bars")
+        if bars is not None:
+            times = traded_times(bars)
+            periods.append((name, times[0], times[-1] + bars.frequency, len(times)))
+    return describe_periods(periods)
+
+
+def describe_periods(periods: Iterable[tuple[str, datetime, datetime, int]]) -> str:
+    """Parts in one line: name, start, end and number of bars of each, and the time left out between them."""
+    words: list[str] = []
+    before: datetime | None = None
+    for name, start, end, count in periods:
+        if before is not None and start > before:
+            words.append(_in_words(start - before))
+        before = end
+        words.append(f"{name} {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}, {count:,} bars")
     return " │ ".join(words)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,31 +93,95 @@ def build_market(
 ) -> Market:
     """Work out the table for these bars and costs."""
     config = config or MarketConfig()
-    signed = config.observed_funding and panel.funding is not None
-    _check_volume(panel, config)
-    columns = _columns(panel, config)
-    table = torch.as_tensor(np.stack([columns[name] for name in COLUMNS]), dtype=dtype, device=device)
-    _check_finite(table, panel)
+    stream = TableStream(config)
+    columns = stream.extend(panel)
+    stream.check_volume()
+    table = torch.as_tensor(columns, dtype=dtype, device=device)
+    check_table(table, panel)
+    return market_of_table(panel, table, torch.as_tensor(panel.segment.astype(np.int64), device=device), config)
+
+
+def market_of_table(panel: Panel, table: Tensor, segment: Tensor, config: MarketConfig) -> Market:
+    """The market of a table [K, R, A] that is there already, on the table's device; `segment` [R] int64."""
     return Market(
         table=table,
-        segment=torch.as_tensor(panel.segment.astype(np.int64), device=device),
-        time=torch.as_tensor(panel.time, device=device),
+        segment=segment,
+        time=as_tensor(panel.time).to(table.device),
         config=config,
-        rates=_rates(config, panel.bars_per_year, dtype, device),
-        signed_funding=signed,
+        rates=_rates(config, panel.bars_per_year, table.dtype, table.device),
+        signed_funding=config.observed_funding and panel.funding is not None,
         charges_borrow=config.borrow_rate > 0,
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,
     )
 
 
-def _columns(panel: Panel, config: MarketConfig) -> dict[str, Float]:
-    """The columns of the table by name, [R, A] each."""
-    first = np.concatenate([[True], np.diff(panel.segment) != 0])
+def as_tensor(array: NDArray[Any]) -> Tensor:
+    """A tensor on the array's own memory, also where that is a file mapped for reading alone."""
+    with warnings.catch_warnings():
+        # PyTorch warns that such a tensor must not be written to; nobody writes to a market.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+TABLE_SETTINGS = (
+    "capital",
+    "impact",
+    "participation",
+    "funding_rate",
+    "observed_funding",
+    "borrow_rate",
+    "maintenance_margin",
+    "volatility_halflife",
+)
+"""Settings of the market that are worked into the table; all others act in the step."""
+
+
+class TableStream:
+    """The table of bars that come piece by piece, each piece following on the one before."""
+
+    def __init__(self, config: MarketConfig) -> None:
+        self._config = config
+        self._last: Panel | None = None
+        """The last row so far."""
+        self._sums: Float | None = None
+        """The exponential averages at that row, before their division."""
+        self._traded: NDArray[np.bool_] = np.zeros(0, bool)
+        self._symbols: tuple[str, ...] = ()
+
+    def extend(self, panel: Panel) -> Float:
+        """The table's columns for these rows, [K, r, A]; `segment` goes on counting from piece to piece."""
+        last = self._last
+        whole = panel if last is None else last.followed_by(panel)
+        columns, sums = _columns(whole, self._config, self._sums)
+        self._last, self._sums = panel.rows_between(panel.rows - 1, panel.rows), sums
+        traded = np.asarray(panel.volume.any(axis=0))
+        self._traded = traded if last is None else self._traded | traded
+        self._symbols = panel.symbols
+        return np.stack([columns[name] for name in COLUMNS])[:, 0 if last is None else 1 :]
+
+    def check_volume(self) -> None:
+        """Raise where an asset has never traded although orders are limited or priced by its volume."""
+        silent = np.flatnonzero(~self._traded)
+        if silent.size and (self._config.impact > 0 or np.isfinite(self._config.participation)):
+            names = ", ".join(self._symbols[asset] for asset in silent)
+            raise BarsError(
+                f"{names}: volume is 0 in every bar, so no order would ever fill. "
+                "Use bars with volume, or trade without it: market.participation=inf and market.impact=0"
+            )
+
+
+def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[dict[str, Float], Float]:
+    """The columns of the table by name, [R, A] each, and the sums of the averages at the last row.
+
+    `sums`: those at the first row, where it repeats the last one of an earlier piece; the columns of such a row mean
+    nothing.
+    """
+    first = np.concatenate([[sums is None], np.diff(panel.segment) != 0])
     previous_close = np.vstack([panel.open[:1], panel.close[:-1]])
     gap = np.where(first[:, None], 0.0, panel.open / previous_close - 1)
 
-    sigma_day, notional_day = _trailing_day(panel, config.volatility_halflife, first)
+    sigma_day, notional_day, sums = _trailing_day(panel, config.volatility_halflife, first, sums)
     traded_before = notional_day > 0
     impact = config.impact * sigma_day * np.sqrt(config.capital / np.where(traded_before, notional_day, np.inf))
     if np.isinf(config.participation):
@@ -132,7 +198,7 @@ def _columns(panel: Panel, config: MarketConfig) -> dict[str, Float]:
     low, high = panel.low / panel.open - 1, panel.high / panel.open - 1
     furthest = np.maximum(np.abs(low), np.abs(high))
     reach = furthest + (config.maintenance_margin + np.abs(funding)) * (1 + furthest)
-    return {
+    columns = {
         "gap": gap,
         "move": panel.close / panel.open - 1,
         "low": low,
@@ -142,21 +208,14 @@ def _columns(panel: Panel, config: MarketConfig) -> dict[str, Float]:
         "funding": funding,
         "reach": reach + config.borrow_rate / panel.bars_per_year,
     }
+    return columns, sums
 
 
-def _check_volume(panel: Panel, config: MarketConfig) -> None:
-    """Raise where an asset never trades although orders are limited or priced by its volume."""
-    silent = np.flatnonzero(~panel.volume.any(axis=0))
-    if silent.size and (config.impact > 0 or np.isfinite(config.participation)):
-        names = ", ".join(panel.symbols[asset] for asset in silent)
-        raise BarsError(
-            f"{names}: volume is 0 in every bar, so no order would ever fill. "
-            "Use bars with volume, or trade without it: market.participation=inf and market.impact=0"
-        )
+def check_table(table: Tensor, panel: Panel, offset: int = 0) -> None:
+    """Raise at the first value that would poison an account; only a capacity may be infinite.
 
-
-def _check_finite(table: Tensor, panel: Panel) -> None:
-    """Raise at the first value that would poison an account; only a capacity may be infinite."""
+    `offset`: rows before the first of this table, for the message.
+    """
     bad = ~torch.isfinite(table)
     bad[COLUMNS.index("capacity")] = torch.isnan(table[COLUMNS.index("capacity")])
     if bad.any():
@@ -164,7 +223,7 @@ def _check_finite(table: Tensor, panel: Panel) -> None:
         opened = np.datetime64(int(panel.time[row]), "ms").astype("datetime64[s]")
         name = f"{panel.symbols[asset]}: " if len(panel.symbols) == panel.assets else ""
         raise BarsError(
-            f"{name}row {row + 1} ({str(opened).replace('T', ' ')}): {COLUMNS[column]} is "
+            f"{name}row {offset + row + 1} ({str(opened).replace('T', ' ')}): {COLUMNS[column]} is "
             f"{float(table[column, row, asset])}, so this bar cannot be traded. "
             "Check the bars with: tailguard data check"
         )
@@ -187,8 +246,10 @@ def _rates(config: MarketConfig, bars_per_year: float, dtype: torch.dtype, devic
     )
 
 
-def _trailing_day(panel: Panel, halflife_hours: float, first: NDArray[np.bool_]) -> tuple[Float, Float]:
-    """Daily volatility and daily notional known before each bar opens, [R, A] each.
+def _trailing_day(
+    panel: Panel, halflife_hours: float, first: NDArray[np.bool_], sums: Float | None
+) -> tuple[Float, Float, Float]:
+    """Daily volatility and daily notional known before each bar opens, [R, A] each, and their sums at the last row.
 
     Both are exponential averages over the bars before it: of Parkinson's (1980) range variance ln(H/L)² / (4 ln 2),
     which is there from the first bar on, and of the notional. A segment's first row, which nothing can trade, repeats
@@ -196,9 +257,10 @@ def _trailing_day(panel: Panel, halflife_hours: float, first: NDArray[np.bool_])
     """
     bars_per_day = DAY_MS / panel.frequency_ms
     decay = 0.5 ** (panel.frequency_ms / 3_600_000 / halflife_hours)
-    variance = _ema(np.log(panel.high / panel.low) ** 2 / (4 * np.log(2)), decay, first)
-    notional = _ema(panel.volume * panel.close, decay, first)
-    return np.sqrt(_previous(variance, first) * bars_per_day), _previous(notional, first) * bars_per_day
+    variance = np.log(panel.high / panel.low) ** 2 / (4 * np.log(2))
+    average, last = _ema(np.hstack([variance, panel.volume * panel.close]), decay, first, sums)
+    variance, notional = np.hsplit(_previous(average, first), 2)
+    return np.sqrt(variance * bars_per_day), notional * bars_per_day, last
 
 
 def _previous(values: Float, first: NDArray[np.bool_]) -> Float:
@@ -206,8 +268,10 @@ def _previous(values: Float, first: NDArray[np.bool_]) -> Float:
     return np.where(first[:, None], values, np.vstack([values[:1], values[:-1]]))
 
 
-def _ema(values: Float, decay: float, first: NDArray[np.bool_]) -> Float:
-    """Bias-corrected exponential average along rows, started anew at each segment's first row.
+def _ema(values: Float, decay: float, first: NDArray[np.bool_], before: Float | None = None) -> tuple[Float, Float]:
+    """Bias-corrected exponential average along rows, started anew at each segment's first row, and its last sums.
+
+    `before`: the sums at the first row, where they are known from an earlier piece.
 
     Numerator and weight both follow y[t] = a[t]·y[t−1] + x[t], where a is the decay and 0 on first rows. After the pass
     with shift s, y[t] holds the terms of the last 2s rows and a[t] the factor that carries what came before them, so
@@ -215,10 +279,12 @@ def _ema(values: Float, decay: float, first: NDArray[np.bool_]) -> Float:
     """
     carry = np.where(first, 0.0, decay)[:, None]
     sums = np.concatenate([values, np.ones((len(values), 1))], axis=1)
+    if before is not None:
+        sums[0], carry[0] = before, 0.0
     shift = 1
     while shift < len(values) and carry.any():
         sums[shift:] += carry[shift:] * sums[:-shift]
         carry[shift:] *= carry[:-shift]
         shift *= 2
     average: Float = sums[:, :-1] / sums[:, -1:]
-    return average
+    return average, sums[-1]

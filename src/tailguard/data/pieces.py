@@ -1,0 +1,68 @@
+"""Files of bars in pieces that fit in memory, however large the files are."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+
+from tailguard.data.sources import READING_ERRORS, Table, is_data, open_csv, read_csv, with_names
+from tailguard.errors import BarsError
+
+CSV_ROW_BYTES = 100
+"""About what a bar takes in a CSV file; it turns rows a piece into bytes a piece."""
+
+
+def read_pieces(path: Path, rows: int) -> Iterator[Table]:
+    """The file's bars, about `rows` at a time, in its own order."""
+    first = 1
+    try:
+        for raw in _raw_pieces(path, rows):
+            yield Table.of(raw, path, first)
+            first += raw.height
+    except READING_ERRORS as error:
+        raise BarsError(f"{path}: cannot be read: {error}") from error
+    if first == 1:
+        raise BarsError(f"{path}: no bars")
+
+
+def _raw_pieces(path: Path, rows: int) -> Iterator[pl.DataFrame]:
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        yield from _slices(pl.scan_parquet(path, glob=False), rows)
+    elif name.endswith((".feather", ".arrow", ".ipc")):
+        yield from _slices(pl.scan_ipc(path, glob=False), rows)
+    else:
+        for content in _csv_pieces(path, rows * CSV_ROW_BYTES):
+            yield with_names(read_csv(content, str(path)))
+
+
+def _slices(table: pl.LazyFrame, rows: int) -> Iterator[pl.DataFrame]:
+    count = table.select(pl.len()).collect().item()
+    for start in range(0, count, rows):
+        yield with_names(table.slice(start, rows).collect())
+
+
+def _csv_pieces(path: Path, size: int) -> Iterator[bytes]:
+    """The text cut between lines, the header before each piece."""
+    with open_csv(path) as file:
+        first = file.readline()
+        separator = max(",;\t", key=first.decode("utf-8-sig", errors="replace").count)
+        cells = next(csv.reader(io.StringIO(first.decode("utf-8-sig").rstrip("\r\n")), delimiter=separator), [])
+        header = b"" if is_data(cells) else first
+        rest = first if not header else b""
+        while True:
+            block = file.read(size)
+            if not block:
+                break
+            whole, line_end, cut = (rest + block).rpartition(b"\n")
+            if line_end and whole.strip():
+                yield header + whole
+                rest = cut
+            else:
+                rest += block
+        if rest.strip():
+            yield header + rest
