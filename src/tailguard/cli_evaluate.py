@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,11 +20,20 @@ if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO
     from tailguard.config import RunConfig
     from tailguard.data.bars import Bars
-    from tailguard.evaluate.backtest import BacktestResult
+    from tailguard.evaluate.significance import SharpeEvidence
+    from tailguard.evaluate.standing import Standing
+    from tailguard.evaluate.trials import TrialCount
     from tailguard.evaluate.walk_forward import Plan
     from tailguard.runs.runner import RunResult
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, as runs/demo.")]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        help="Configurations tried on the way to this run; the luck of the best is taken off. Default: those that "
+        "trials.jsonl beside the run's folder has for these bars."
+    ),
+]
 Symbol = Annotated[str | None, typer.Option(help="Trade this symbol alone, for an agent that trades one an account.")]
 
 
@@ -47,30 +57,41 @@ def backtest(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - prints them and nothing else.")
     ] = None,
+    trials: Trials = None,
 ) -> None:
     """Trade bars with a run's agent and show it beside the baselines, net of all costs."""
     from rich.console import Console
 
     from tailguard.data.storage import check_writable, write_frame
-    from tailguard.evaluate.table import print_table
+    from tailguard.evaluate.table import print_standing
+    from tailguard.validate import check_count
 
+    if trials is not None:
+        check_count("--trials", trials)
     if csv is not None:
         check_writable(csv)
     console = Console(stderr=json_file == "-")
-    title, results = _backtests(run, data, split, symbol, (costs, delay, noise), console)
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    found = _backtests(run, data, split, symbol, (costs, delay, noise), trials, console)
     if json_file != "-":
-        print_table(results, title, console)
+        print_standing(found.standing, found.title, console)
+        console.print()
+        for line in found.lines():
+            say(line)
     if csv is not None:
-        write_frame(results["agent"].frame(), csv)
-        console.print(f"saved    {csv}", soft_wrap=True, markup=False, highlight=False)
+        write_frame(found.standing.results["agent"].frame(), csv)
+        say(f"saved    {csv}")
     if json_file is not None:
         stress = {"costs": costs, "delay": delay, "noise": noise}
-        text = json.dumps({"run": str(run), "part": title, **stress, "results": _figures(results)}, indent=2)
+        text = json.dumps({"run": str(run), "part": found.title, **stress, **found.figures()}, indent=2)
         if json_file == "-":
             typer.echo(text)
         else:
             Path(json_file).write_text(text + "\n", encoding="utf-8")
-            console.print(f"saved    {json_file}", soft_wrap=True, markup=False, highlight=False)
+            say(f"saved    {json_file}")
 
 
 def report(
@@ -83,36 +104,49 @@ def report(
     ] = None,
     alpha: Annotated[float, typer.Option(help="Share of windows that the limit speaks of.")] = 0.05,
     horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
-    trials: Annotated[
-        int, typer.Option(help="Configurations tried on the way to this run; the luck of the best is taken off.")
-    ] = 1,
+    outcome: Annotated[
+        Literal["return", "drawdown"],
+        typer.Option(help="What the limit is on: the return of a window, or its deepest fall from a high."),
+    ] = "return",
+    trials: Trials = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also print the page to a PDF file beside it.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also take a picture of the whole page beside it.")] = False,
 ) -> None:
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
     from rich.console import Console
 
     from tailguard.evaluate.report import check_place, write_report
-    from tailguard.evaluate.report.collect import Budget, collect, work_ahead
+    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
     from tailguard.evaluate.report.verdict import verdict
+    from tailguard.evaluate.standing import Budget
     from tailguard.evaluate.trained import open_run
     from tailguard.validate import check_count, check_range
 
-    check_count("--trials", trials)
+    if trials is not None:
+        check_count("--trials", trials)
     if limit is not None:
         check_range("--limit", limit, low=-1, high=0)
         check_range("--alpha", alpha, low=0, high=1, low_open=True, high_open=True)
     path = out or run / "report.html"
     check_place(path)
+    exports = [(suffix, save) for suffix, wanted, save in ((".pdf", pdf, save_pdf), (".png", png, save_png)) if wanted]
+    if exports:
+        find_browser()  # better missed before the work than after it
     console = Console()
     opened = open_run(run)
     _one_account(opened.agent, opened.split.test, symbol)
     if symbol is not None:
         opened = opened.select(symbol)
-    budget = None if limit is None else Budget(limit, alpha, horizon)
+    budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
     with shown_steps("report", work_ahead(opened), console) as begin:
         evidence = collect(opened, budget=budget, trials=trials, before_each=begin)
     write_report(evidence, path)
     console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
+    for suffix, save in exports:
+        save(path, path.with_suffix(suffix))
+        console.print(f"saved    {path.with_suffix(suffix)}", soft_wrap=True, markup=False, highlight=False)
 
 
 def report_after_training(result: RunResult, console: Console) -> None:
@@ -123,8 +157,8 @@ def report_after_training(result: RunResult, console: Console) -> None:
     from tailguard.evaluate.trained import open_run
 
     opened, path = open_run(result.folder), result.folder / "report.html"
-    with shown_steps("report", work_ahead(opened, result.results), console) as begin:
-        evidence = collect(opened, known=result.results, before_each=begin)
+    with shown_steps("report", work_ahead(opened, result.standing), console) as begin:
+        evidence = collect(opened, known=result.standing, before_each=begin)
     write_report(evidence, path)
     line = f"report   {path}: {judge(evidence)}, Sharpe ratio {sharpe_in_words(evidence.sharpes['agent'])}"
     console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -194,45 +228,105 @@ def shown_steps(label: str, total: int, console: Console) -> Iterator[Callable[[
         yield begin
 
 
+@dataclass(frozen=True)
+class _Backtests:
+    """What `backtest` shows."""
+
+    title: str
+    standing: Standing
+    trials: TrialCount | None
+    """None on bars that no trial was chosen by."""
+
+    @property
+    def skill(self) -> SharpeEvidence | None:
+        from tailguard.evaluate.significance import sharpe_evidence
+
+        if self.trials is None:
+            return None
+        own = self.standing.results["agent"]
+        tried = self.trials
+        return sharpe_evidence(own.net, own.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes)
+
+    def lines(self) -> list[str]:
+        """What stands below the table."""
+        from tailguard.evaluate.report.verdict import budget_in_words, probability
+
+        lines, skill = [], self.skill
+        if skill is not None and self.trials is not None and math.isfinite(skill.deflated):
+            lines.append(
+                f"luck     the probability that its Sharpe ratio is above what luck explains is "
+                f"{probability(skill.deflated)}"
+            )
+            lines.append(f"trials   {self.trials.source}")
+        budget = self.standing.budgets.get("agent")
+        if budget is not None:
+            lines.append(f"budget   {budget_in_words(budget, self.standing.results['agent'].bars_per_year)}")
+        return lines
+
+    def figures(self) -> dict[str, Any]:
+        """All of it as JSON takes it; what is not a number is null."""
+        skill = self.skill
+        return {
+            "trials": None if self.trials is None else self.trials.count,
+            "deflated_sharpe": None if skill is None else _finite(skill.deflated),
+            "sharpe_interval": {
+                name: [_finite(found.low), _finite(found.high)] for name, found in self.standing.sharpes.items()
+            },
+            "budget": {name: str(found.verdict) for name, found in self.standing.budgets.items()},
+            "results": {
+                name: {figure: _finite(value) for figure, value in result.metrics.items()}
+                for name, result in self.standing.results.items()
+            },
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def _backtests(
     folder: Path,
     data: Path | None,
     split: Literal["test", "validation", "train"] | None,
     symbol: str | None,
     stress: tuple[float, int, float],
+    trials: int | None,
     console: Console,
-) -> tuple[str, dict[str, BacktestResult]]:
-    """What was traded, in words, and the results: the agent under the stress, the baselines under its costs."""
-    from tailguard.evaluate.backtest import backtest as run_backtest
-    from tailguard.evaluate.baselines import standard_baselines
+) -> _Backtests:
+    """The agent under the stress and the baselines under its costs, with the budget that the run was trained under."""
+    from tailguard.evaluate.report.collect import trials_of
+    from tailguard.evaluate.standing import own_budget, standing
     from tailguard.evaluate.stress import scaled_costs
-    from tailguard.evaluate.trained import load_agent, open_run, run_config
+    from tailguard.evaluate.trained import agent_and_baselines, load_agent, open_run, run_config
+    from tailguard.evaluate.trials import given_trials
 
     costs, delay, noise = stress
-    config = run_config(folder)
+    config, opened = run_config(folder), None
     if data is None:
         opened = open_run(folder)
-        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net"
+        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net of costs"
     elif split is not None:
         raise ConfigError(
             f"--split {split}: names a part of the run's own bars; --data {data} gives others. Choose one"
         )
     else:
         agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net"
-    bars = _one_account(agent, bars, symbol)
+    bars = _one_account(agent, bars, symbol, pool=True)
     market = scaled_costs(config.market, costs)
-    baselines = standard_baselines(market.leverage, market.allow_short)
-    with shown_steps("backtest", 1 + len(baselines), console) as begin:
-        begin("agent")
-        results = {"agent": run_backtest(agent, bars, market, delay=delay, noise=noise)}
-        for name, policy in baselines.items():
-            begin(name)
-            results[name] = run_backtest(policy, bars, market, delay=delay)
-    return title, results
+    with shown_steps("backtest", 12, console) as begin:
+        results = agent_and_baselines(agent, bars, market, delay=delay, noise=noise, before_each=begin)
+        found = standing(results, own_budget(config), before_each=begin)
+    tried = None if trials is None else given_trials(trials)
+    if opened is not None and split in (None, "test"):
+        tried = trials_of(opened, results["agent"], trials)
+    return _Backtests(title, found, tried)
 
 
-def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None) -> Bars:
-    """The bars of the symbols that the agent can trade in one account, of one alone if it is named."""
+def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
+    """The bars of the symbols that the agent can trade in one account, of one alone if it is named.
+
+    `pool`: several accounts side by side will do, for an agent that trades each symbol in one of its own.
+    """
     if symbol is not None:
         bars = bars.select(symbol)
     scaled = () if agent.spec is None else agent.spec.scaler.names
@@ -240,7 +334,8 @@ def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None) -> Ba
     found = ", ".join(bars.symbols)
     if known and known != set(bars.symbols):
         raise ConfigError(f"the agent trades {', '.join(sorted(known))} in one account; these bars have {found}")
-    if not known and len(bars.symbols) > 1:
+    side_by_side = pool and agent.spec is not None and agent.spec.accounts == "per_symbol"
+    if not known and len(bars.symbols) > 1 and not side_by_side:
         raise ConfigError(
             f"the agent trades one symbol an account; choose one of {found} with --symbol {bars.symbols[0]}"
         )
@@ -255,11 +350,3 @@ def _other_bars(path: Path, folder: Path, symbol: str | None) -> Bars:
     data = run_config(folder).data
     bars = load_bars(path, gaps=data.gaps, volume_unit=data.volume_unit)
     return bars.select(*data.symbols) if data.symbols and symbol is None else bars
-
-
-def _figures(results: dict[str, BacktestResult]) -> dict[str, dict[str, float | None]]:
-    """All figures by policy; what is not a number is null."""
-    return {
-        name: {figure: value if math.isfinite(value) else None for figure, value in result.metrics.items()}
-        for name, result in results.items()
-    }

@@ -74,8 +74,15 @@ def test_evidence_falls_with_the_number_of_trials() -> None:
     by_luck = significance.expected_best_sharpe(200, 1 / 1_999) * math.sqrt(252)
     assert many.best_by_luck == pytest.approx(by_luck)
     assert many.deflated < 0.5 < many.probabilistic
-    alike = sharpe_evidence(returns, 252.0, trials=200, trial_sharpes=np.array([0.9, 1.0, 1.1]))
+    assert not many.measured_spread
+    alike = sharpe_evidence(returns, 252.0, trials=200, trial_sharpes=np.array([0.9, 0.9, 1.0, 1.1, 1.1]))
     assert alike.best_by_luck == pytest.approx(significance.expected_best_sharpe(200, 0.01))
+    assert alike.measured_spread
+    # A few that happen to agree say nothing; a few that are far apart do.
+    few = sharpe_evidence(returns, 252.0, trials=200, trial_sharpes=np.array([0.9, 1.0, 1.1]))
+    assert few == many
+    apart = sharpe_evidence(returns, 252.0, trials=200, trial_sharpes=np.array([-1.0, 2.0]))
+    assert apart.best_by_luck == pytest.approx(significance.expected_best_sharpe(200, 4.5))
     assert math.isnan(sharpe_evidence(np.zeros(50), 252.0).deflated)
 
 

@@ -67,7 +67,7 @@ def test_no_fold_learns_from_bars_near_or_after_its_test(config: RunConfig, mark
 def test_a_folds_agent_is_built_as_that_of_a_single_run(tmp_path: Path) -> None:
     other = ("env.reward=simple", "env.shield_shock=0.1", "market.fee=0.002", "risk.limit=-0.1", "training.seed=3")
     config = load_config(overrides=[*SMALL, "data.synthetic_bars=1600", *other])
-    single, split, _ = prepare_agent(config, RunFolder(tmp_path / "run"), Console(quiet=True))
+    single, _, split, _ = prepare_agent(config, RunFolder(tmp_path / "run"), Console(quiet=True))
     mine = build_agent(config, split.train, seed=3)
     assert json.dumps(describe(mine)) == json.dumps(describe(single))
     single.learn(64)

@@ -190,7 +190,7 @@ def test_any_settings(tmp_path_factory: pytest.TempPathFactory, changes: dict[tu
     (place / "run.yaml").write_text(yaml.safe_dump(settings))
     with contextlib.suppress(TailguardError):
         config = load_config(place / "run.yaml")
-        agent, _, _ = prepare_agent(config, RunFolder(place), Console(quiet=True))
+        agent, *_ = prepare_agent(config, RunFolder(place), Console(quiet=True))
         agent.iterate()
 
 

@@ -13,8 +13,9 @@ from rich.console import Console
 import tailguard as tg
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
-from tailguard.evaluate.table import growth, percent, print_table
-from tailguard.evaluate.trained import AGENT, OPTIMUM
+from tailguard.evaluate.standing import Budget, standing
+from tailguard.evaluate.table import growth, percent, print_standing
+from tailguard.evaluate.trained import AGENT, OPTIMUM, RANDOM
 from tailguard.runs.runner import RunResult, train, verdict
 
 
@@ -39,7 +40,7 @@ def test_a_run_leaves_its_agent_config_and_figures(finished) -> None:
 
 def test_the_agent_stands_beside_the_baselines_and_the_planted_optimum(finished) -> None:
     result, text = finished
-    for name in (AGENT, OPTIMUM, "buy & hold", "moving-average cross", "volatility target", "flat"):
+    for name in (AGENT, OPTIMUM, "buy & hold", "moving-average cross", "volatility target", RANDOM, "flat"):
         assert name in result.results
         assert name in text
     lengths = {len(found.net) for found in result.results.values()}
@@ -52,13 +53,13 @@ def test_the_verdict_does_not_flatter(bars, finished) -> None:
     result, _ = finished
     losing = tg.backtest(np.where(np.arange(len(bars)) % 2, 1.0, -1.0)[:, None], bars)  # pays costs at every bar
     held = tg.backtest(BuyAndHold(), bars)
-    words = verdict(RunResult(result.folder, result.agent, {AGENT: losing, "buy & hold": held}))
+    words = verdict(RunResult(result.folder, result.agent, standing({AGENT: losing, "buy & hold": held})))
     assert "lost" in words
     assert "do not trade it" in words
     assert "worse than buy & hold" in words
     assert "planted" not in words
     # A smaller loss than the market's is better, and still a loss.
-    small = verdict(RunResult(result.folder, result.agent, {AGENT: held, "buy & hold": losing}))
+    small = verdict(RunResult(result.folder, result.agent, standing({AGENT: held, "buy & hold": losing})))
     assert "better than buy & hold" in small
 
 
@@ -93,11 +94,17 @@ def test_numbers_as_people_write_them() -> None:
 
 
 def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
-    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_table({"moving-average cross": tg.backtest(BuyAndHold(), bars)}, "test, net of costs", console)
-    lines = console.export_text().splitlines()
-    assert len(lines) == 2
-    assert "…" not in "".join(lines)
+    result = tg.backtest(BuyAndHold(), bars)
+    found = standing({AGENT: result, "moving-average cross": result}, Budget(-0.04, horizon="3d"))
+    for width, shown in ((80, False), (160, True)):
+        console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
+        print_standing(found, "test, net of costs", console)
+        lines = console.export_text().splitlines()
+        assert len(lines) == 3
+        assert "…" not in "".join(lines)
+        assert "CVaR 5 %/3d" in lines[0]
+        assert found.budgets[AGENT].verdict in lines[1]
+        assert ("agent ahead" in lines[0]) == shown
 
 
 def test_a_risk_budget_and_a_shield_go_from_the_settings_into_the_run(tmp_path: Path, small_config, capsys) -> None:

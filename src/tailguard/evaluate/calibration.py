@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from numpy.typing import NDArray
 
 from tailguard.errors import ConfigError
 from tailguard.evaluate.bootstrap import RESAMPLES, Interval, cvar_statistic, interval
-from tailguard.evaluate.metrics import horizon_returns
-from tailguard.validate import check_count, check_range
+from tailguard.evaluate.metrics import horizon_drawdowns, horizon_returns
+from tailguard.validate import check_choice, check_count, check_range
 
 Float = NDArray[np.float64]
+
+Outcome = Literal["return", "drawdown"]
+"""What a budget is about: the return over a window, or the deepest fall from a high within it."""
 
 
 def pit_values(predicted: Float, realised: Float) -> Float:
@@ -158,6 +162,8 @@ class RiskBudget:
     """Bars of a window."""
     tail_windows: float
     """Worst windows, counted without overlap: what the estimate rests on."""
+    outcome: Outcome = "return"
+    """What the mean of the worst windows is taken of."""
 
 
 def risk_budget(
@@ -167,13 +173,16 @@ def risk_budget(
     *,
     alpha: float = 0.05,
     horizon: int = 1,
+    outcome: Outcome = "return",
     level: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> RiskBudget:
     """Did the budget hold? CVaR of all windows of `horizon` bars of an equity curve [T + 1] against the limit.
 
-    `limit`: smallest allowed mean of the worst alpha share of windows, as a return: −0.04 is a loss of 4 %.
+    `limit`: smallest allowed mean of the worst alpha share of windows: −0.04 is a loss of 4 %.
+    `outcome`: of a window: its return, or its deepest fall from a high.
     """
+    check_choice("outcome", outcome, get_args(Outcome))
     check_range("limit", limit, low=-1, high=0)
     check_range("alpha", alpha, low=0, high=1, low_open=True, high_open=True)
     check_count("horizon", horizon)
@@ -181,12 +190,12 @@ def risk_budget(
         raise ConfigError(
             f"horizon: {horizon} bars; {len(equity) - 1:,} bars of equity have too few windows of that length to judge"
         )
-    returns = horizon_returns(equity, horizon)
-    found = interval(returns, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
+    outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
+    found = interval(outcomes, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
     if found.low >= limit:
         verdict = Verdict.KEPT
     elif found.high < limit:
         verdict = Verdict.BROKEN
     else:
         verdict = Verdict.UNDECIDED
-    return RiskBudget(verdict, found, limit, alpha, horizon, alpha * (len(equity) - 1) / horizon)
+    return RiskBudget(verdict, found, limit, alpha, horizon, alpha * (len(equity) - 1) / horizon, outcome)

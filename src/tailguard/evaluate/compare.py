@@ -18,10 +18,8 @@ from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, 
 from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.collect import prices_of
 from tailguard.evaluate.report.page import Page, escape
-from tailguard.evaluate.report.sections import with_interval
-from tailguard.evaluate.report.verdict import p_value
 from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
-from tailguard.evaluate.table import growth, percent, print_rows
+from tailguard.evaluate.table import growth, p_value, percent, print_rows, with_interval
 from tailguard.evaluate.trained import open_run
 
 HEADINGS = ("run", "test period", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
@@ -54,7 +52,7 @@ class Entry:
             percent(figures["max_drawdown"]),
             percent(figures.get("cvar_5_week", math.nan)),
             f"{figures['turnover_per_day']:.2f}",
-            "–" if self.ahead is None or math.isnan(self.ahead.p_value) else p_value(self.ahead.p_value),
+            "–" if self.ahead is None else p_value(self.ahead.p_value),
         )
 
 

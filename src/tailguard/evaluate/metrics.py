@@ -182,6 +182,22 @@ def horizon_returns(equity: Float, bars: int) -> Float:
     return np.where(alive, equity[bars:] / np.where(alive, start, 1.0) - 1.0, 0.0)
 
 
+def horizon_drawdowns(equity: Float, bars: int) -> Float:
+    """Deepest fall from a high within each overlapping window of this many bars, oldest first, 0 or negative.
+
+    A window's first high is the equity it begins with. A fall from an account already emptied is none.
+    """
+    windows = np.lib.stride_tricks.sliding_window_view(equity, bars + 1)
+    deepest = np.zeros(len(windows))
+    piece = max(1, (1 << 22) // (bars + 1))  # windows at a time, so that memory does not grow with the record
+    for begin in range(0, len(windows), piece):
+        part = windows[begin : begin + piece]
+        high = np.maximum.accumulate(part, axis=1)
+        alive = high > 0
+        deepest[begin : begin + piece] = (np.where(alive, part / np.where(alive, high, 1.0), 1.0) - 1.0).min(1)
+    return deepest
+
+
 def tail_ratio(returns: Float) -> float:
     """95 % quantile over 5 % quantile, as absolute values: above 1 the gains reach further than the losses."""
     low, high = np.quantile(returns, (0.05, 0.95))

@@ -21,6 +21,8 @@ from tailguard.validate import check_count, check_range
 Float = NDArray[np.float64]
 
 NORMAL = NormalDist()
+ENOUGH_TRIALS = 5
+"""Trials below which their own variance is not trusted to be smaller than that of chance."""
 
 
 def _sharpe_variance(sharpe: float, skewness: float, kurtosis: float) -> float:
@@ -89,6 +91,8 @@ class SharpeEvidence:
     years: float
     """Length of this record."""
     trials: int
+    measured_spread: bool = False
+    """Whether the distance of trials from each other was measured, not taken to be that of chance."""
 
 
 def sharpe_evidence(
@@ -98,7 +102,8 @@ def sharpe_evidence(
 
     `trials`: every configuration that was tried on the way to this one, population members included.
     `trial_sharpes`: their yearly Sharpe ratios, as far as they are kept, [k]: their variance says how far apart trials
-    are. Without at least two, chance alone is taken to separate them, which gives 1 / (n − 1).
+    are. Chance alone gives 1 / (n − 1), which is taken without at least two; below `ENOUGH_TRIALS`, whose variance says
+    little, it is the least.
     """
     count = len(returns)
     check_count("observations", count, low=2)
@@ -107,10 +112,10 @@ def sharpe_evidence(
     if math.isnan(ratio):
         return SharpeEvidence(math.nan, math.nan, math.nan, math.nan, math.nan, years, trials)
     shape = {"skewness": metrics.skewness(returns), "kurtosis": metrics.kurtosis(returns)}
-    if trial_sharpes is not None and len(trial_sharpes) >= 2:
-        variance = float(np.var(trial_sharpes, ddof=1)) / bars_per_year
-    else:
-        variance = 1 / (count - 1)
+    by_chance, known = 1 / (count - 1), np.zeros(0) if trial_sharpes is None else trial_sharpes
+    measured = float(np.var(known, ddof=1)) / bars_per_year if len(known) >= 2 else 0.0
+    is_measured = len(known) >= ENOUGH_TRIALS or measured > by_chance
+    variance = measured if is_measured else by_chance
     by_luck = expected_best_sharpe(trials, variance)
     return SharpeEvidence(
         sharpe=ratio * math.sqrt(bars_per_year),
@@ -120,6 +125,7 @@ def sharpe_evidence(
         needed_years=minimum_track_record(ratio, **shape) / bars_per_year,
         years=years,
         trials=trials,
+        measured_spread=is_measured,
     )
 
 

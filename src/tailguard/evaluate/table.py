@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from tailguard.evaluate.backtest import BacktestResult
+if TYPE_CHECKING:
+    from tailguard.evaluate.bootstrap import Interval
+    from tailguard.evaluate.standing import Standing
+
+TURNOVER, AHEAD, FALL = "turnover/d", "agent ahead", "max fall"
+"""Columns that a narrow terminal does without, in this order. Ahead: by its Sharpe ratio, one-sided."""
 
 
-def print_table(results: Mapping[str, BacktestResult], title: str, console: Console) -> None:
-    """One row a policy, returns net of all costs; CVaR/wk is the mean of the worst 5 % of weeks."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title, no_wrap=True)
-    for heading in ("growth/yr", "Sharpe", "max fall", "CVaR/wk", "costs/yr", "turnover/d"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, result in results.items():
-        figures = result.metrics
-        costs = sum(value for key, value in figures.items() if key.startswith("cost_"))
-        table.add_row(
-            name,
-            growth(figures["growth_per_year"]),
-            "–" if math.isnan(figures["sharpe"]) else f"{figures['sharpe']:.2f}",
-            percent(figures["max_drawdown"]),
-            percent(figures.get("cvar_5_week", math.nan)),
-            percent(costs, sign=False),
-            f"{figures['turnover_per_day']:.2f}",
-        )
+def print_standing(standing: Standing, title: str, console: Console) -> None:
+    """One row a policy, net of all costs; where a terminal is narrow, the columns that can be missed are left out."""
+    columns = standing_columns(standing)
+    for missed in ((), (TURNOVER,), (TURNOVER, AHEAD), (TURNOVER, AHEAD, FALL)):
+        shown = {heading: cells for heading, cells in columns.items() if heading not in missed}
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column(title, no_wrap=True)
+        for heading in shown:
+            table.add_column(heading.replace("[", "\\["), justify="right", no_wrap=True)
+        for name in standing.results:
+            table.add_row(name, *(cells[name].replace("[", "\\[") for cells in shown.values()))
+        if Measurement.get(console, console.options.update_width(1_000), table).maximum <= console.width:
+            break
     console.print(table)
+
+
+def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
+    """The cells of each column, by its heading and the policy's name."""
+    figures = {name: result.metrics for name, result in standing.results.items()}
+    columns: dict[str, dict[str, str]] = {
+        "growth/yr": {name: growth(each["growth_per_year"]) for name, each in figures.items()},
+        "Sharpe [95 %]": {name: with_interval(found) for name, found in standing.sharpes.items()},
+        FALL: {name: percent(each["max_drawdown"]) for name, each in figures.items()},
+    }
+    if standing.budgets:
+        first = next(iter(standing.budgets.values()))
+        what = "CVaR" if first.outcome == "return" else "fall"
+        window = short_window(first.horizon, next(iter(standing.results.values())).bars_per_year)
+        columns[f"{what} {100 * first.alpha:g} %/{window}"] = {
+            name: percent(found.cvar.estimate) for name, found in standing.budgets.items()
+        }
+        columns["budget"] = {name: str(found.verdict) for name, found in standing.budgets.items()}
+    else:
+        columns["CVaR 5 %/wk"] = {name: percent(each.get("cvar_5_week", math.nan)) for name, each in figures.items()}
+    columns[TURNOVER] = {name: f"{each['turnover_per_day']:.2f}" for name, each in figures.items()}
+    columns[AHEAD] = {
+        name: p_value(standing.beaten[name].p_value) if name in standing.beaten else "" for name in standing.results
+    }
+    return columns
 
 
 def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
@@ -54,3 +81,30 @@ def percent(value: float, sign: bool = True) -> str:
     if math.isnan(value):
         return "–"
     return f"{100 * value:+,.1f} %" if sign and value else f"{100 * value:,.1f} %"
+
+
+def with_interval(found: Interval) -> str:
+    """1.91 [0.84, 2.93]; – where there is no number."""
+    return number(found.estimate) + ("" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
+
+
+def number(value: float) -> str:
+    """Two digits after the point; – where there is no number."""
+    return "–" if math.isnan(value) else f"{value:,.2f}"
+
+
+def p_value(value: float) -> str:
+    """p = 0.012, or p < 0.001; – where there is none."""
+    if math.isnan(value):
+        return "–"
+    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
+
+
+def short_window(bars: int, bars_per_year: float) -> str:
+    """A number of bars as a unit of time: wk, d, 3d, h, 5h, or 7 bars."""
+    hours = bars * 365.25 * 24 / bars_per_year
+    for name, length in (("wk", 168), ("d", 24), ("h", 1)):
+        count = hours / length
+        if abs(count - round(count)) < 1e-6 and round(count) >= 1:
+            return name if round(count) == 1 else f"{round(count)}{name}"
+    return f"{bars} bars"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,16 +17,21 @@ from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, make_market
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError, ConfigError
+from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestResult, backtest
-from tailguard.evaluate.baselines import standard_baselines
+from tailguard.evaluate.baselines import random_timing, standard_baselines
+from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, settings_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tailguard.data.bars import Bars
+    from tailguard.market import MarketConfig
 
 AGENT = "agent"
 OPTIMUM = "planted optimum"
+RANDOM = "random timing"
+"""The agent's own trades at other times: a policy of equal turnover that knows nothing."""
 Part = Literal["train", "validation", "test"]
 
 
@@ -36,6 +42,8 @@ class TrainedRun:
     folder: Path
     config: RunConfig
     agent: DistributionalPPO
+    bars: Bars
+    """All of them, before they were split."""
     split: Split
     synthetic: SyntheticMarket | None
     """The generator of the bars, which knows the best that could be done; none for bars from a file."""
@@ -53,13 +61,23 @@ class TrainedRun:
         parts = (part.select(symbol) for part in (self.split.train, self.split.validation, self.split.test))
         return replace(self, split=Split(*parts))
 
+    def trial(self, sharpe: float) -> Trial:
+        """The run as the record of trials knows it, with the yearly Sharpe ratio of its test period."""
+        ratio = sharpe if math.isfinite(sharpe) else None
+        return Trial(bars_hash(self.bars), settings_hash(self.config), self.name, ratio)
+
+    @property
+    def trials_path(self) -> Path:
+        """The record of trials that the run belongs to, beside its folder."""
+        return self.folder.parent / TRIALS
+
 
 def open_run(folder: Path) -> TrainedRun:
     """Read a finished run; refuses bars that are no longer those the agent was trained on."""
     config = run_config(folder)
     agent = load_agent(folder)
     bars, synthetic = market_of(config)
-    run = TrainedRun(folder, config, agent, split_of(config, bars), synthetic)
+    run = TrainedRun(folder, config, agent, bars, split_of(config, bars), synthetic)
     _check_same_bars(run)
     return run
 
@@ -152,15 +170,48 @@ def beside_baselines(
 
     `bars`: a part of the run's own split. `before_each`: called with each name, to show progress.
     """
+    synthetic, optimum = run.synthetic, None
+    if synthetic is not None and synthetic.signal > 0:
+        optimum = _optimal_weights(run, synthetic, bars)
+    return agent_and_baselines(run.agent, bars, run.config.market, optimum=optimum, before_each=before_each)
+
+
+def agent_and_baselines(
+    agent: DistributionalPPO,
+    bars: Bars,
+    market: MarketConfig,
+    *,
+    delay: int = 0,
+    noise: float = 0.0,
+    optimum: np.ndarray | None = None,
+    seed: int = 0,
+    before_each: Callable[[str], None] = lambda _: None,
+) -> dict[str, BacktestResult]:
+    """Backtests by name: the agent, the best weights if they are known, and every baseline under the same costs.
+
+    An agent that trades each symbol in an account of its own is shown as one capital, shared out equally among the
+    symbols at the start, and so is every baseline. `noise` is on the agent's features, `seed` also that of the random
+    times of its trades.
+    """
+    parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
+
+    def each(trade: Callable[[Bars, int], BacktestResult]) -> list[BacktestResult]:
+        return [trade(part, number) for number, part in enumerate(parts)]
+
     before_each(AGENT)
-    results, market = {AGENT: backtest(run.agent, bars)}, run.config.market
-    if run.synthetic is not None and run.synthetic.signal > 0:
+    own = each(lambda part, _: backtest(agent, part, market, delay=delay, noise=noise, seed=seed))
+    results = {AGENT: own}
+    if optimum is not None:
         before_each(OPTIMUM)
-        results[OPTIMUM] = backtest(_optimal_weights(run, run.synthetic, bars), bars, market)
+        results[OPTIMUM] = [backtest(optimum, bars, market, delay=delay)]
     for name, policy in standard_baselines(market.leverage, market.allow_short).items():
         before_each(name)
-        results[name] = backtest(policy, bars, market)
-    return results
+        results[name] = [backtest(policy, part, market, delay=delay) for part in parts]
+    before_each(RANDOM)
+    draw = np.random.default_rng(seed)
+    # The agent's decisions as they filled, so a delay is in them already.
+    results[RANDOM] = each(lambda part, number: backtest(random_timing(own[number], part, draw), part, market))
+    return {name: pooled(found) for name, found in results.items()}
 
 
 def _optimal_weights(run: TrainedRun, synthetic: SyntheticMarket, bars: Bars) -> np.ndarray:

@@ -18,7 +18,9 @@ from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
 from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.table import growth, print_table
+from tailguard.evaluate.report.verdict import budget_in_words
+from tailguard.evaluate.standing import Standing, own_budget, standing
+from tailguard.evaluate.table import growth, p_value, print_standing
 from tailguard.evaluate.trained import (
     AGENT,
     OPTIMUM,
@@ -28,6 +30,7 @@ from tailguard.evaluate.trained import (
     market_of,
     split_of,
 )
+from tailguard.evaluate.trials import count_trials, record_trial
 from tailguard.monitor.recording import FigureWriter
 from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
@@ -46,8 +49,13 @@ class RunResult:
 
     folder: Path
     agent: DistributionalPPO
-    results: Mapping[str, BacktestResult]
-    """Backtests on the test period, by name: the agent, the baselines, and the optimum if it is known."""
+    standing: Standing
+    """On the test period: the agent, the baselines, and the optimum if it is known."""
+
+    @property
+    def results(self) -> Mapping[str, BacktestResult]:
+        """Backtests on the test period, by name."""
+        return self.standing.results
 
     @property
     def captured(self) -> float:
@@ -87,7 +95,7 @@ def train(
     run = RunFolder(folder)
     with run.claimed():
         goes_on = _goes_on(run, config, replace, resume, ask)
-        agent, split, synthetic = prepare_agent(config, run, console)
+        agent, bars, split, synthetic = prepare_agent(config, run, console)
         if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
         store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
@@ -99,11 +107,14 @@ def train(
             agent.save(run.agent_path)
         except OSError as error:
             raise RunError(f"{error.filename or folder}: {error.strerror}. {_what_is_left(run, store)}") from error
-        trained = TrainedRun(folder, config, agent, split, synthetic)
-        result = RunResult(folder, agent, beside_baselines(trained, split.test))
+        trained = TrainedRun(folder, config, agent, bars, split, synthetic)
+        result = RunResult(folder, agent, standing(beside_baselines(trained, split.test), own_budget(config)))
+        note = _write_down(trained, result)
     console.print()
-    print_table(result.results, "test, net of costs", console)
-    console.print(f"\nverdict  {verdict(result)}", soft_wrap=True)
+    print_standing(result.standing, "test, net of costs", console)
+    console.print(f"\nverdict  {verdict(result)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"budget   {budget_of(result)}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"trials   {note}", soft_wrap=True, markup=False, highlight=False)
     best = store.best()
     if best not in (None, agent.num_timesteps):
         console.print(f"best     on validation: {store.folder}/step_{best}", soft_wrap=True)
@@ -135,7 +146,8 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
 
 def prepare_agent(
     config: RunConfig, run: RunFolder, console: Console
-) -> tuple[DistributionalPPO, Split, SyntheticMarket | None]:
+) -> tuple[DistributionalPPO, Bars, Split, SyntheticMarket | None]:
+    """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
     _check_device(config.training.device)
     if config.training.threads:
         torch.set_num_threads(config.training.threads)
@@ -149,7 +161,7 @@ def prepare_agent(
     console.print(f"split    {split.describe()}", soft_wrap=True)
     agent = build_agent(config, split.train, config.training.seed)
     console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
-    return agent, split, synthetic
+    return agent, bars, split, synthetic
 
 
 def _check_device(name: str) -> None:
@@ -198,7 +210,7 @@ def _learn(
     if left <= 0:
         console.print(f"training is complete: {agent.num_timesteps:,} steps")
         return
-    if not validation.starts:
+    if not validation.episodes:
         console.print("note     the validation part is shorter than an episode, so checkpoints have no score")
     steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
     with StopSignals() as stop:
@@ -233,21 +245,43 @@ def _what_is_left(run: RunFolder, store: CheckpointStore) -> str:
     )
 
 
+def _write_down(run: TrainedRun, result: RunResult) -> str:
+    """Put the run into the record of trials; returns what the record says, in words."""
+    trial = run.trial(result.results[AGENT].metrics["sharpe"])
+    try:
+        record_trial(run.trials_path, trial)
+    except OSError as error:
+        return f"{run.trials_path} cannot be written: {error.strerror}. This run is not counted"
+    return count_trials(run.trials_path, [trial]).source
+
+
 def verdict(result: RunResult) -> str:
     """The outcome in words, also when it is a bad one."""
     agent = result.results[AGENT].metrics
     held = result.results["buy & hold"].metrics
     better = agent["growth_per_year"] > held["growth_per_year"]
     won = agent["growth_per_year"] > 0
+    ahead = result.standing.beaten["buy & hold"].p_value
+    by_chance = "" if math.isnan(ahead) else f"; by its Sharpe ratio ahead of it with {p_value(ahead)}"
     words = (
         f"out of sample the agent {'grew' if won else 'lost'}: {growth(agent['growth_per_year'])} a year net of costs, "
-        f"{'better' if better else 'worse'} than buy & hold ({growth(held['growth_per_year'])})"
+        f"{'better' if better else 'worse'} than buy & hold ({growth(held['growth_per_year'])}){by_chance}"
     )
     if not math.isnan(result.captured):
         words += f"; that is {100 * result.captured:.0f} % of the log-growth of the planted optimum on these bars"
     if not won:
         words += ". It lost money: do not trade it"
     return words + "."
+
+
+def budget_of(result: RunResult) -> str:
+    """Whether the risk budget held on the test period, in words."""
+    found = result.standing.budgets.get(AGENT)
+    if found is not None:
+        return budget_in_words(found, result.results[AGENT].bars_per_year)
+    if result.agent.risk is None or result.agent.risk.config.limit is None:
+        return f"none was set; tailguard report {result.folder} --limit -0.04 judges by one."
+    return "the test period is too short to judge it."
 
 
 def describe_agent(agent: DistributionalPPO) -> str:

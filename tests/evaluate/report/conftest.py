@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tailguard.evaluate.report.collect import Budget, Evidence, collect
+from tailguard.evaluate.report.collect import Evidence, collect
+from tailguard.evaluate.standing import Budget
 from tailguard.evaluate.trained import TrainedRun
 
 

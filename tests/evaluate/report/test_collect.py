@@ -11,8 +11,8 @@ import pytest
 import tailguard as tg
 from tailguard.errors import ConfigError
 from tailguard.evaluate.report.collect import Evidence, alarms_in, collect, read_figures, work_ahead
+from tailguard.evaluate.standing import standing
 from tailguard.evaluate.stress import scaled_costs
-from tailguard.evaluate.trained import beside_baselines
 
 
 def test_every_result_is_an_ordinary_backtest_of_the_test_part(evidence: Evidence, trained) -> None:
@@ -40,8 +40,9 @@ def test_progress_counts_every_backtest_and_the_seed_decides_everything(evidence
     assert again.beaten["random timing"] == evidence.beaten["random timing"]
     assert again.budget is None
     begun.clear()
-    taken = collect(trained, known=beside_baselines(trained, trained.split.test), before_each=begun.append)
-    assert len(begun) == work_ahead(trained, taken.results)
+    known = standing(again.results)
+    taken = collect(trained, known=known, before_each=begun.append)
+    assert len(begun) == work_ahead(trained, known)
     assert taken.sharpes["agent"] == evidence.sharpes["agent"]
 
 

@@ -86,7 +86,7 @@ def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: Eviden
 def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, words: str) -> None:
     found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
     budget = RiskBudget(Budgeted(kind), found, -0.04, 0.05, 168, 2.6)
-    text = str(verdict(replace(grown(evidence), budget=budget)))
+    text = str(verdict(replace(grown(evidence), budgets={"agent": budget})))
     assert "With a limit of -4.0 %, the worst 5 % of weeks made -3.1 % on average" in text
     assert words in text
 

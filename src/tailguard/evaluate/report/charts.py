@@ -81,10 +81,15 @@ def equity_chart(
 
 
 def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: RiskBudget | None) -> go.Figure:
-    """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit."""
+    """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit.
+
+    Of its deepest falls within the windows where the budget is about those.
+    """
     own, held = results["agent"], results["buy & hold"]
     alpha = TAIL if budget is None else budget.alpha
-    returns, others = (100 * metrics.horizon_returns(result.equity, horizon) for result in (own, held))
+    falls = budget is not None and budget.outcome == "drawdown"
+    outcomes = metrics.horizon_drawdowns if falls else metrics.horizon_returns
+    returns, others = (100 * outcomes(result.equity, horizon) for result in (own, held))
     everything = np.concatenate([returns, others])
     low, high = (float(value) for value in np.quantile(everything, (0.001, 0.999)))
     edges = np.linspace(low, high, 61) if high > low else np.linspace(-1.0, 1.0, 61)
@@ -112,7 +117,8 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: R
             line={"color": colour, "dash": dash, "width": 2.5},
             hoverinfo="skip",
         )
-    chart.update_xaxes(title_text=f"return over {window_in_words(horizon, own.bars_per_year)}, %")
+    windows = window_in_words(horizon, own.bars_per_year)
+    chart.update_xaxes(title_text=f"{'deepest fall within' if falls else 'return over'} {windows}, %")
     chart.update_yaxes(title_text="share of windows, %")
     return chart
 

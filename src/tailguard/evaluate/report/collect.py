@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 from tailguard._version import __version__
 from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
-from tailguard.data.windows import size_in_bars
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
-from tailguard.evaluate.baselines import random_timing
-from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
-from tailguard.evaluate.calibration import Calibration, RiskBudget, calibration, risk_budget
+from tailguard.evaluate.bootstrap import Interval
+from tailguard.evaluate.calibration import Calibration, RiskBudget, calibration
 from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
+from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
 from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
+from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
 from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
 from tailguard.monitor.recording import STEP
 from tailguard.sealed import read_about
@@ -37,22 +37,10 @@ if TYPE_CHECKING:
 
 Float = NDArray[np.float64]
 
-RANDOM = "random timing"
 PIT_BINS = 10
 STRESSED_COSTS = (0.0, 2.0, 3.0)
 """Cost factors beside ×1, which is the agent's own backtest."""
 ADVICE = {rule.name: rule.usually for rule in (*RULES, CONSTANT_EVALUATION)}
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The question that a risk budget asks: may the worst `alpha` of windows lose this much on average?"""
-
-    limit: float
-    """Smallest allowed mean of the worst windows, as a return: −0.04 is a loss of 4 %."""
-    alpha: float = 0.05
-    horizon: str | int = "7d"
-    """Length of a window: a duration or bars."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +70,14 @@ class Evidence:
     """Sharpe ratio of each result with its interval."""
     beaten: Mapping[str, Interval]
     """The agent's Sharpe ratio less that of each baseline, over the same bars."""
+    budgets: Mapping[str, RiskBudget]
+    """Did the risk budget hold, for each result; empty where none was set or the record is too short to ask."""
     skill: SharpeEvidence
+    trials: TrialCount
+    """How many trainings the run was chosen from, and how that is known."""
     timing: TimingTest
     validation: BacktestResult
     """The agent on the validation part, which chose the checkpoint."""
-    budget: RiskBudget | None
-    """Did the risk budget hold; none where no budget was set."""
     calibration: Calibration | None
     """The critics' predictions against what came; none where they cannot be compared."""
     stress: tuple[Scenario, ...]
@@ -108,6 +98,11 @@ class Evidence:
         return self.results[AGENT]
 
     @property
+    def budget(self) -> RiskBudget | None:
+        """Did the agent's risk budget hold."""
+        return self.budgets.get(AGENT)
+
+    @property
     def captured(self) -> float:
         """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
         if OPTIMUM not in self.results:
@@ -116,43 +111,44 @@ class Evidence:
         return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
 
 
-def work_ahead(run: TrainedRun, known: Mapping[str, BacktestResult] | None = None) -> int:
-    """Backtests that `collect` will run, to show progress."""
-    planted = run.synthetic is not None and run.synthetic.signal > 0
-    return (0 if known else 5 + planted) + 3 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
+def work_ahead(run: TrainedRun, known: Standing | None = None) -> int:
+    """Steps that `collect` will take, to show progress."""
+    policies = 6 + (run.synthetic is not None and run.synthetic.signal > 0)
+    # Two backtests, of the validation part and to hear the critics, beside the stresses.
+    return (0 if known else 2 * policies) + 2 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
 
 
 def collect(
     run: TrainedRun,
     *,
     budget: Budget | None = None,
-    trials: int = 1,
+    trials: int | None = None,
     seed: int = 0,
-    known: Mapping[str, BacktestResult] | None = None,
+    known: Standing | None = None,
     before_each: Callable[[str], None] = lambda _: None,
 ) -> Evidence:
     """Run every backtest and every test on the run's test period.
 
     `budget`: the risk budget to judge; the run's own by default.
-    `trials`: every configuration that was tried on the way to this run.
+    `trials`: every configuration that was tried on the way to this run; by default those that the record beside the
+    run's folder has.
     `seed`: of the resampling; the same seed gives the same report.
-    `known`: what `beside_baselines` gives on the test part, where it is there already.
-    `before_each`: called with a name before each backtest, to show progress.
+    `known`: where the agent stands on the test part with this budget, where that is there already.
+    `before_each`: called with a name before each step, to show progress.
     """
-    test, draw = run.split.test, np.random.default_rng(seed)
+    test = run.split.test
     panel = test.panel("portfolio")
-    results = dict(known or beside_baselines(run, test, before_each=before_each))
-    own = results[AGENT]
-    before_each(RANDOM)
-    results[RANDOM] = backtest(random_timing(own, test, draw), test, run.config.market)
+    if known is None:
+        results = beside_baselines(run, test, before_each=before_each)
+        known = standing(results, budget or own_budget(run.config), seed=seed, before_each=before_each)
+    own = known.results[AGENT]
     before_each("validation")
     validation = backtest(run.agent, run.split.validation)
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
-    statistic = sharpe_statistic(own.bars_per_year)
     figures = read_figures(run.folder / "metrics.jsonl")
-    asked = budget or own_budget(run)
+    tried = trials_of(run, own, trials)
     return Evidence(
         name=run.name,
         market=_market_in_words(run),
@@ -164,19 +160,14 @@ def collect(
                 ("test", run.split.test),
             )
         },
-        results=results,
-        sharpes={
-            name: interval(result.net, statistic, np.random.default_rng(seed)) for name, result in results.items()
-        },
-        beaten={
-            name: paired_difference(own.net, result.net, statistic, draw)
-            for name, result in results.items()
-            if name not in (AGENT, OPTIMUM)
-        },
-        skill=sharpe_evidence(own.net, own.bars_per_year, trials=trials),
+        results=known.results,
+        sharpes=known.sharpes,
+        beaten=known.beaten,
+        budgets=known.budgets,
+        skill=sharpe_evidence(own.net, own.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes),
+        trials=tried,
         timing=timing_test(own, panel),
         validation=validation,
-        budget=None if asked is None else _judge(own, asked, run, draw),
         calibration=foreseen,
         stress=tuple(stress),
         prices=prices_of(own, panel),
@@ -189,15 +180,10 @@ def collect(
     )
 
 
-def own_budget(run: TrainedRun) -> Budget | None:
-    """The budget that the run was trained under: over episodes or bars.
-
-    None where its settings have none, or one for drawdowns, which are no returns.
-    """
-    risk = run.config.risk
-    if risk.limit is None or risk.measure == "drawdown":
-        return None
-    return Budget(risk.limit, risk.alpha, 1 if risk.measure == "bar" else run.config.env.episode_length)
+def trials_of(run: TrainedRun, own: BacktestResult, given: int | None = None) -> TrialCount:
+    """The trials that the run was chosen from: those of the record beside its folder, or as many as are `given`."""
+    found = count_trials(run.trials_path, [run.trial(own.metrics["sharpe"])])
+    return found if given is None else given_trials(given, found.sharpes)
 
 
 def prices_of(result: BacktestResult, panel: Panel) -> Float:
@@ -244,14 +230,6 @@ def _calibration(run: TrainedRun) -> Calibration | None:
         return None
     bins = min(PIT_BINS, found.predicted.shape[1])
     return calibration(found.predicted, found.realised, overlap=found.horizon, bins=bins)
-
-
-def _judge(result: BacktestResult, asked: Budget, run: TrainedRun, draw: np.random.Generator) -> RiskBudget | None:
-    """The verdict on the budget; none where the record has too few windows to say anything."""
-    horizon = size_in_bars("horizon", asked.horizon, len(result.net), run.split.test.frequency)
-    if len(result.equity) <= horizon + 8:
-        return None
-    return risk_budget(result.equity, asked.limit, draw, alpha=asked.alpha, horizon=horizon)
 
 
 def _market_in_words(run: TrainedRun) -> str:

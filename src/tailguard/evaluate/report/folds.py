@@ -10,9 +10,9 @@ from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import interval, sharpe_statistic
 from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.page import Page, escape
-from tailguard.evaluate.report.sections import costs_per_year, with_interval
+from tailguard.evaluate.report.sections import costs_per_year
 from tailguard.evaluate.report.style import GREY, times
-from tailguard.evaluate.table import growth, percent, print_rows
+from tailguard.evaluate.table import growth, percent, print_rows, with_interval
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"

@@ -62,7 +62,11 @@
     }
   }
 
-  Promise.all(plots.map(draw)).then(() => { document.documentElement.dataset.charts = String(plots.length); });
+  Promise.all(plots.map(draw)).then(() => {
+    // For whoever waits for the charts, and for a picture of the whole page.
+    document.documentElement.dataset.height = String(document.documentElement.scrollHeight);
+    document.documentElement.dataset.charts = String(plots.length);
+  });
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => again(false));
   window.addEventListener("beforeprint", () => again(true));
   window.addEventListener("afterprint", () => again(false));

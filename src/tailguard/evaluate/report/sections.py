@@ -6,13 +6,12 @@ import math
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.report import charts
 from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
-from tailguard.evaluate.report.verdict import Judgement, budget_in_words, p_value, share, verdict, window_in_words
-from tailguard.evaluate.table import growth, percent
+from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
+from tailguard.evaluate.table import growth, number, p_value, percent, with_interval
 
 SECTIONS = {
     "equity": "Did it grow?",
@@ -77,7 +76,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
     rows = []
     for name, result in evidence.results.items():
         figures, ratio = result.metrics, evidence.sharpes[name]
-        difference = evidence.beaten.get(name)
+        difference, judged = evidence.beaten.get(name), evidence.budgets.get(name)
         rows.append(
             (
                 name,
@@ -85,20 +84,16 @@ def _growth(page: Page, evidence: Evidence) -> None:
                 with_interval(ratio),
                 percent(figures["max_drawdown"]),
                 percent(figures[week]),
+                *([str(judged.verdict)] if judged is not None else []),
                 percent(figures["volatility"], sign=False),
                 f"{figures['turnover_per_day']:.2f}",
                 percent(costs_per_year(result), sign=False),
-                "–" if difference is None or math.isnan(difference.p_value) else p_value(difference.p_value),
+                "–" if difference is None else p_value(difference.p_value),
             )
         )
     headings = ["policy", "growth/yr", "Sharpe [95 % interval]", "deepest fall"]
-    headings += [
-        f"CVaR 5 %, {week.removeprefix('cvar_5_')}",
-        "volatility/yr",
-        "turnover/day",
-        "costs/yr",
-        "agent ahead",
-    ]
+    headings += [f"CVaR 5 %, {week.removeprefix('cvar_5_')}", *(["budget"] if evidence.budgets else [])]
+    headings += ["volatility/yr", "turnover/day", "costs/yr", "agent ahead"]
     page.table(
         headings,
         rows,
@@ -111,7 +106,25 @@ def _growth(page: Page, evidence: Evidence) -> None:
         f"times, {share(evidence.timing.p_value)} would have paid as much.",
         "soft",
     )
+    page.paragraph(trials_in_words(evidence), "soft")
     _seen_and_unseen(page, evidence)
+
+
+def trials_in_words(evidence: Evidence) -> str:
+    """How many trials the run was chosen from, how that is known, and what their luck is worth."""
+    tried, skill = evidence.trials, evidence.skill
+    words = f"Trials: {tried.count} ({tried.source})."
+    if tried.count == 1 or math.isnan(skill.best_by_luck):
+        return f"{words} Nothing is taken off for the luck of the best of several."
+    spread = (
+        f"their Sharpe ratios, {float(tried.sharpes.std(ddof=1)):.2f} apart (standard deviation)"
+        if skill.measured_spread
+        else "ratios as far apart as chance alone makes them, too few being known"
+    )
+    return (
+        f"{words} Without any skill the best of so many would show a Sharpe ratio of {skill.best_by_luck:.2f}, with "
+        f"{spread}; the deflated Sharpe ratio asks for more than that."
+    )
 
 
 def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
@@ -146,11 +159,13 @@ def _risk(page: Page, evidence: Evidence) -> None:
         )
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
+    falls = evidence.budget is not None and evidence.budget.outcome == "drawdown"
     horizon = shown_horizon(evidence)
     windows = window_in_words(horizon, own.bars_per_year)
     page.chart(
         charts.returns_chart(evidence.results, horizon, evidence.budget),
-        f"Returns over all {windows}, overlapping. VaR is the best of the worst windows, CVaR their mean.",
+        f"{'Deepest falls from a high within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the "
+        "best of the worst windows, CVaR their mean.",
     )
     rolling = charts.rolling_chart(evidence.results)
     if rolling is not None:
@@ -304,13 +319,3 @@ def _repeat(page: Page, evidence: Evidence) -> None:
 def costs_per_year(result: BacktestResult) -> float:
     """All costs together, as a share of equity a year."""
     return sum(value for name, value in result.metrics.items() if name.startswith("cost_"))
-
-
-def with_interval(found: Interval) -> str:
-    """1.91 [0.84, 2.93]; – where there is no number."""
-    return number(found.estimate) + ("" if math.isnan(found.low) else f" [{found.low:.2f}, {found.high:.2f}]")
-
-
-def number(value: float) -> str:
-    """Two digits after the point; – where there is no number."""
-    return "–" if math.isnan(value) else f"{value:,.2f}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tailguard.evaluate.table import growth, percent
+from tailguard.evaluate.table import growth, p_value, percent
 
 if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
@@ -126,6 +126,7 @@ def _against_holding(evidence: Evidence) -> list[str]:
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
     """The budget, what was realised, and what that says."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
+    did = "made" if budget.outcome == "return" else "had a deepest fall from their high of"
     found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
     found += percent(budget.cvar.high)
     ends = {
@@ -133,7 +134,7 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
         "broken": "the risk budget was broken",
         "undecided": "the record cannot decide whether the budget holds",
     }
-    return f"With a limit of {percent(budget.limit)}, {what} made {found}: {ends[budget.verdict]}."
+    return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}."
 
 
 def window_in_words(bars: int, bars_per_year: float) -> str:
@@ -171,11 +172,6 @@ def sharpe_in_words(found: Interval) -> str:
     if math.isnan(found.low):
         return f"{found.estimate:.2f}"
     return f"{found.estimate:.2f} ({100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f})"
-
-
-def p_value(value: float) -> str:
-    """p = 0.012, or p < 0.001."""
-    return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"
 
 
 def share(value: float) -> str:

@@ -1,0 +1,161 @@
+"""How many trials a result was chosen from: a record beside the runs, one line for every training that was judged.
+
+The best of many trials looks good by luck alone, and nobody remembers the ones that were thrown away; so they are
+written down when their test period has been looked at. A trial is known by its bars and by the settings that decide
+what is learned: the same training again, a resume, or another name for it is no new trial; another seed is one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailguard.config import RunConfig, to_dict
+from tailguard.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+TRIALS = "trials.jsonl"
+IRRELEVANT = {
+    "data": ("path",),
+    "training": ("device", "threads", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
+}
+"""Settings that change where and how safely something is learned, not what. The bars are known by their content."""
+_HASH_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training that reached its test period."""
+
+    data: str
+    """SHA-256 of all bars, training to test."""
+    config: str
+    """SHA-256 of the settings that decide what is learned."""
+    run: str
+    """Name of its folder, for people."""
+    sharpe: float | None
+    """Yearly Sharpe ratio on the test period; None where it is not defined."""
+
+
+@dataclass(frozen=True)
+class TrialCount:
+    """Trials on the same bars, and what is known of them."""
+
+    count: int
+    sharpes: NDArray[np.float64]
+    """Yearly Sharpe ratios of those that have one, [k]."""
+    source: str
+    """Where the number comes from, in words."""
+
+
+def bars_hash(bars: Bars) -> str:
+    """SHA-256 of symbols, times, prices and volumes."""
+    digest = hashlib.sha256(json.dumps([bars.symbols, bars.frequency.total_seconds()]).encode())
+    digest.update(np.ascontiguousarray(bars.frame["time"].dt.epoch("ms").to_numpy()).data)
+    for name in ("open", "high", "low", "close", "volume"):
+        digest.update(np.ascontiguousarray(bars.frame[name].to_numpy()).data)
+    return digest.hexdigest()
+
+
+def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> str:
+    """SHA-256 of the settings that decide what is learned, and of what else does."""
+    settings = to_dict(config)
+    for section, names in IRRELEVANT.items():
+        for name in names:
+            del settings[section][name]
+    text = json.dumps([settings, also or {}], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def record_trial(path: Path, trial: Trial) -> bool:
+    """Write the trial at the end of the record; False if it is there already. Raises OSError if that cannot be done.
+
+    Writers take turns by a lock that the system lets go of however a process ends; a line goes out in one write. One
+    that a crash has cut short stays alone on its line.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        there = _read_all(descriptor)
+        known, _ = _parse(there.splitlines())
+        if any((each.data, each.config) == (trial.data, trial.config) for each in known):
+            return False
+        start = b"" if there.endswith(b"\n") or not there else b"\n"
+        os.write(descriptor, start + json.dumps(asdict(trial)).encode() + b"\n")
+        os.fsync(descriptor)
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def read_trials(path: Path) -> tuple[list[Trial], list[int]]:
+    """The trials in the order in which they were made, and the numbers of lines that cannot be read."""
+    try:
+        return _parse(path.read_bytes().splitlines())
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise ConfigError(f"{path}: the record of trials cannot be read: {error.strerror}") from error
+
+
+def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
+    """How many different trainings were judged on the same bars, `own` among them whether it is written down or not.
+
+    A line that cannot be read counts as a trial: something was tried there, and to forget it would flatter.
+    """
+    mine = list(own)
+    found, unreadable = read_trials(path)
+    bars = {trial.data for trial in mine}
+    distinct = {(trial.data, trial.config): trial for trial in (*mine, *found) if trial.data in bars}
+    count = len(distinct) + len(unreadable)
+    sharpes = [trial.sharpe for trial in distinct.values() if trial.sharpe is not None]
+    source = f"{path} has {_several(count, 'training')} that {'was' if count == 1 else 'were'} tested on these bars"
+    if unreadable:
+        lines = ", ".join(str(number) for number in unreadable)
+        source += f", among them {_several(len(unreadable), 'line')} that cannot be read (line {lines})"
+    return TrialCount(count, np.array(sharpes), source)
+
+
+def given_trials(count: int, sharpes: NDArray[np.float64] | None = None) -> TrialCount:
+    """A number that the user gave."""
+    return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given by hand, --trials")
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _read_all(descriptor: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read()
+
+
+def _parse(lines: Iterable[bytes]) -> tuple[list[Trial], list[int]]:
+    trials, unreadable = [], []
+    for number, line in enumerate(lines, start=1):
+        try:
+            trials.append(_trial(json.loads(line)))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            unreadable.append(number)
+    return trials, unreadable
+
+
+def _trial(found: Any) -> Trial:
+    """A line of the record; raises ValueError, KeyError or TypeError where it is none."""
+    data, config, sharpe = found["data"], found["config"], found["sharpe"]
+    if not all(isinstance(each, str) and len(each) == _HASH_LENGTH for each in (data, config)):
+        raise ValueError("no hashes")
+    ratio = None if sharpe is None else float(sharpe)
+    return Trial(data, config, str(found["run"]), ratio if ratio is not None and math.isfinite(ratio) else None)
