@@ -46,8 +46,10 @@ FEATURES = ("return_24", "range_volatility_24", "taker_imbalance_1", "taker_imba
 EXPLORATION = 2.0
 """First standard deviation of the weight, as a multiple of the limit: noise has a tail and pays costs, too, so that it
 must be small against the positions that the budget allows."""
-FREE_EXPLORATION = 0.3
+FREE_EXPLORATION = 0.2
 """The largest one, and that without a limit."""
+SHRINKS = 0.7
+"""How far its logarithm may fall. It pays to explore less, and a policy without noise no longer moves."""
 RATE, LARGEST_RATE = 0.05, 3e-3
 """First learning rate, as a multiple of that deviation: how far the policy moves is felt in units of its noise."""
 COURSE = ("risk/cvar_realised", "risk/mean_realised", "risk/lambda", "data/exposure", "data/turnover")
@@ -113,7 +115,7 @@ def settings(limit: float | None, plan: Plan) -> dict[str, Any]:
         "n_steps": plan.n_steps, "minibatch_size": plan.n_steps * plan.envs // plan.minibatches,
         "gamma": 0.95, "gae_lambda": 0.8, "learning_rate": f"linear:{rate}:{0.1 * rate}", "target_kl": 0.02,
         "hidden": (32,), "lstm_size": 32, "critic": "scalar", "log_std_init": math.log(deviation),
-        "log_std_bounds": (-7.0, 0.0),
+        "log_std_bounds": (math.log(deviation) - SHRINKS, 0.0),
     }  # fmt: skip
 
 
@@ -232,7 +234,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limits", nargs="+", default=LIMITS, help="lowest CVaR of an episode, or none")
-    parser.add_argument("--steps", type=int, default=4_000_000, help="environment steps for each agent")
+    parser.add_argument("--steps", type=int, default=5_000_000, help="environment steps for each agent")
     parser.add_argument("--envs", type=int, default=512, help="accounts that step together")
     parser.add_argument("--n-steps", type=int, default=64, help="steps in a rollout")
     parser.add_argument("--minibatches", type=int, default=8, help="optimiser steps in an epoch")
