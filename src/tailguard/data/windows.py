@@ -24,6 +24,14 @@ class Windows:
     test: range
 
 
+def parse_size(text: float | str) -> Size:
+    """A size as settings have it: a fraction written as text is still a fraction."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def size_in_bars(name: str, size: Size, count: int, frequency: timedelta, low: int = 1) -> int:
     """`size` as a number of bars, at least `low`; a fraction is of `count` and is rounded down."""
     if isinstance(size, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,11 +12,13 @@ from torch import Tensor
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
+from tailguard.envs.mapped_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.flags import may_hold_any
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
+from tailguard.market.tables import as_tensor
 from tailguard.validate import check_choice, check_count
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ class TradingEnv:
     features of the bar that has just closed, the current weights, the episode's gain, its drawdown and the time left.
     An episode is truncated after `episode_length` bars and terminated when its account is liquidated.
 
-    `bars`: from `tailguard.load_bars` or `make_market`, or already prepared ones.
+    `bars`: from `tailguard.load_bars` or `make_market`, or already prepared ones; a market that `tailguard data
+        prepare` wrote, or its folder, is traded from the disk, so that it may be larger than memory.
     `config`: costs, leverage and margin.
     `num_envs`: accounts that step together.
     `device`, `dtype`: where and how precisely the accounting runs; observations and rewards are float32.
@@ -47,7 +51,7 @@ class TradingEnv:
 
     def __init__(
         self,
-        bars: Bars | PreparedBars,
+        bars: Bars | PreparedBars | PreparedMarket | str | Path,
         config: MarketConfig | None = None,
         num_envs: int = 256,
         device: torch.device | str = "cpu",
@@ -68,13 +72,17 @@ class TradingEnv:
         check_choice("accounts", accounts, ("portfolio", "per_symbol"))
         if stagger is not None:
             check_count("stagger", stagger)
-        prepared = bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
+        prepared = self._prepared(bars, features, scaler, accounts)
         self.prepared = prepared
         self.device = torch.device(device)
         self.num_envs = num_envs
+        if isinstance(prepared, MappedBars):
+            market = prepared.market(config, self.device, dtype)
+        else:
+            market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
         self.task = TradingTask(
-            market=build_market(prepared.panel, config, device=self.device, dtype=dtype),
-            features=torch.as_tensor(prepared.features, device=self.device),
+            market=market,
+            features=as_tensor(prepared.features).to(self.device),
             feature_names=prepared.names,
             episode_length=episode_length,
             reward=reward,
@@ -101,11 +109,32 @@ class TradingEnv:
         return Box(-high if self.task.market.config.allow_short else torch.zeros_like(high), high)
 
     @staticmethod
-    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor:
+    def _prepared(
+        bars: Bars | PreparedBars | PreparedMarket | str | Path,
+        features: Sequence[str] | None,
+        scaler: Scaler | None,
+        accounts: Accounts,
+    ) -> PreparedBars:
+        if isinstance(bars, str | Path):
+            bars = open_market(bars)
+        if isinstance(bars, PreparedMarket):
+            bars = bars.train
+        if isinstance(bars, MappedBars):
+            check_same_setting(bars.folder, "accounts", bars.accounts, accounts)
+            if features is not None or (scaler is not None and scaler.digest() != bars.scaler.digest()):
+                raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; give none")
+        return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
+
+    @staticmethod
+    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges:
         panel = prepared.panel
-        usable = torch.as_tensor(prepared.usable)
-        begin = torch.as_tensor(panel.tradeable)
-        starts = episode_starts(begin, usable, torch.as_tensor(panel.segment), episode_length)
+        starts: Tensor | RowRanges
+        if isinstance(prepared, MappedBars):
+            starts = prepared.starts(episode_length)
+        else:
+            usable = torch.as_tensor(prepared.usable)
+            begin = torch.as_tensor(panel.tradeable)
+            starts = episode_starts(begin, usable, torch.as_tensor(panel.segment), episode_length)
         if starts.numel() == 0:
             raise ConfigError(
                 f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
