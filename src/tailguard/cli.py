@@ -114,6 +114,7 @@ def train(
             folder,
             Plan(5 if folds is None else folds, 1 if seeds is None else seeds, expanding=expanding),
             Console(),
+            ask,
         )
     elif folds is not None or seeds is not None or expanding:
         raise ConfigError("--folds, --seeds and --expanding belong to --walk-forward; add it, or leave them out")

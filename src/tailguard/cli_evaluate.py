@@ -183,14 +183,14 @@ def compare(
     console.print(f"chart    {out}", soft_wrap=True, markup=False, highlight=False)
 
 
-def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console) -> None:
+def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, ask: Callable[[str], bool]) -> None:
     """Train and test fold by fold, show the result and write its page; the same call goes on where one was stopped."""
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
     from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
     from tailguard.evaluate.trained import market_of
-    from tailguard.evaluate.walk_forward import run_walk_forward
     from tailguard.runs.folder import RunFolder
+    from tailguard.runs.walk_forward import run_walk_forward
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
@@ -198,7 +198,7 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console) 
     bars, _ = market_of(config)
     try:
         with RunFolder(folder).claimed():
-            walked = run_walk_forward(config, bars, folder, plan, say=say, progress_bar=True)
+            walked = run_walk_forward(config, bars, folder, plan, console, ask=ask)
     except KeyboardInterrupt:
         say(f"stopped  finished folds are kept in {folder}; the same command goes on with the others")
         raise typer.Exit(130) from None

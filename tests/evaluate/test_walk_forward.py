@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,12 @@ import tailguard as tg
 from tailguard.algorithm.saving import describe
 from tailguard.config import RunConfig, load_config
 from tailguard.data.bars import Bars
-from tailguard.errors import CheckpointError, ConfigError
+from tailguard.evaluate.significance import backtest_overfitting
 from tailguard.evaluate.trained import build_agent
-from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, run_walk_forward
+from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.runner import prepare_agent
+from tailguard.runs.walk_forward import run_walk_forward
 
 SMALL = (
     "data.features=[return_24, taker_imbalance_6]",
@@ -51,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def walked(config: RunConfig, market: Bars, folder: Path) -> WalkForward:
-    return run_walk_forward(config, market, folder, PLAN)
+    return run_walk_forward(config, market, folder, PLAN, Console(quiet=True))
 
 
 def test_no_fold_learns_from_bars_near_or_after_its_test(config: RunConfig, market: Bars) -> None:
@@ -102,42 +104,24 @@ def test_seeds_are_summed_up_over_folds(walked: WalkForward) -> None:
     assert not np.array_equal(walked.results[0][0].equity, walked.results[1][0].equity)
 
 
-def test_finished_folds_are_kept_and_a_cut_one_is_trained_again(
-    walked: WalkForward, config: RunConfig, market: Bars, folder: Path
-) -> None:
-    kept = folder / "fold_1" / "seed_0" / "agent" / "manifest.json"
-    lost = folder / "fold_3" / "seed_1"
-    before = kept.stat().st_mtime_ns
-    for file in (lost / "agent").iterdir():
-        file.unlink()
-    (lost / "agent").rmdir()
-    said: list[str] = []
-    again = run_walk_forward(config, market, folder, PLAN, say=said.append)
-    assert kept.stat().st_mtime_ns == before
-    assert [line.split(":")[0].rsplit(", ", 1)[1] for line in said] == ["is finished"] * 5 + ["trains"]
-    assert len((lost / "metrics.jsonl").read_text().splitlines()) == 2
-    for mine, theirs in zip(again.stitched, walked.stitched, strict=True):
-        np.testing.assert_array_equal(mine.equity, theirs.equity)
+def test_choosing_a_seed_by_its_record_is_judged(walked: WalkForward) -> None:
+    found = walked.overfitting()
+    assert found is not None
+    expected = backtest_overfitting(np.stack([each.net for each in walked.stitched], axis=1), 16)
+    assert found.probability == expected.probability
+    assert 0 <= found.probability <= 1
+    # The median of two is the worse one: the better must not stand for both.
+    assert walked.middle is min(walked.stitched, key=lambda each: each.metrics["sharpe"])
+    assert replace(walked, stitched=walked.stitched[:1]).overfitting() is None
 
 
-@pytest.mark.usefixtures("walked")
-def test_other_settings_other_folders_and_damage_are_named(
-    config: RunConfig, market: Bars, folder: Path, tmp_path: Path
-) -> None:
-    other = load_config(overrides=[*SMALL, "ppo.gamma=0.9"])
-    with pytest.raises(ConfigError, match=r"begun with other settings: ppo\.gamma was 0\.99 and is 0\.9"):
-        run_walk_forward(other, market, folder, PLAN)
-    with pytest.raises(ConfigError, match="begun with other sizes: folds was 3 and is 4"):
-        run_walk_forward(config, market, folder, Plan(folds=4, train=800))
-    with pytest.raises(ConfigError, match="begun with other bars: sha256 was"):
-        run_walk_forward(config, tg.make_market(1_900, seed=5).bars, folder, PLAN)
-    (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds no walk forward"):
-        run_walk_forward(config, market, tmp_path, PLAN)
-    weights = folder / "fold_1" / "seed_0" / "agent" / "weights.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=r"Remove .*fold_1/seed_0 to train this fold again"):
-        run_walk_forward(config, market, folder, PLAN)
-    weights.write_bytes(whole)
-    assert json.loads((folder / "walk_forward.json").read_text())["sizes"]["folds"] == 3
+def test_each_symbol_in_accounts_of_its_own_walks_forward_too(tmp_path: Path) -> None:
+    bars = tg.make_market(1_900, assets=2, seed=6).bars
+    config = load_config(overrides=[*SMALL, "env.accounts=per_symbol"])
+    walked = run_walk_forward(config, bars, tmp_path / "walk", Plan(folds=2, train=800), Console(quiet=True))
+    whole = walked.stitched[0]
+    assert whole.symbols == ("SYN01", "SYN02")
+    agent = tg.DistributionalPPO.load(tmp_path / "walk" / "fold_1" / "seed_0" / "agent")
+    parts = [tg.backtest(agent, walked.folds[0].test.select(symbol)) for symbol in whole.symbols]
+    np.testing.assert_allclose(walked.results[0][0].equity, (parts[0].equity + parts[1].equity) / 2)
+    assert {len(result.net) for result in walked.baselines.values()} == {len(whole.net)}

@@ -18,7 +18,8 @@ from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, 
 from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.collect import prices_of
 from tailguard.evaluate.report.page import Page, escape
-from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
+from tailguard.evaluate.report.verdict import overfitting_in_words
+from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_seeds, overfitting_of
 from tailguard.evaluate.table import growth, p_value, percent, print_rows, with_interval
 from tailguard.evaluate.trained import open_run
 
@@ -65,6 +66,8 @@ class Comparison:
     """Settings that are not the same everywhere, with each run's value."""
     seeds: SeedSummary | None
     """Interquartile mean of the Sharpe ratios where the runs differ in their seed alone."""
+    overfitting: Overfitting | None
+    """Would the run that looks best by half of the bars be good in the other half; none where they met other bars."""
 
     def notes(self) -> list[str]:
         """What to keep in mind, in words."""
@@ -80,9 +83,11 @@ class Comparison:
             )
         elif len(self.entries) > 1:
             notes.append(
-                f"The best of {len(self.entries)} runs looks better than it is: tailguard report RUN --trials "
-                f"{len(self.entries)} takes that into account."
+                f"The best of {len(self.entries)} runs looks better than it is; tailguard report RUN takes all "
+                "trials that were made on its bars into account."
             )
+        if self.overfitting is not None:
+            notes.append(overfitting_in_words(self.overfitting, "run"))
         return notes
 
 
@@ -116,7 +121,9 @@ def compare_runs(
     differing = _differing(entries)
     ratios = np.array([entry.sharpe.estimate for entry in entries])
     seeds = iqm_over_seeds(ratios, draw) if set(differing) == {SEED} and np.isfinite(ratios).all() else None
-    return Comparison(tuple(entries), differing, seeds)
+    same = all(entry.ahead is not None for entry in entries[1:])
+    overfitting = overfitting_of([entry.result.net for entry in entries]) if same else None
+    return Comparison(tuple(entries), differing, seeds, overfitting)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -6,6 +6,7 @@ Sharpe ratios here are per observation, not yearly, unless a name says otherwise
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import NormalDist
@@ -23,6 +24,8 @@ Float = NDArray[np.float64]
 NORMAL = NormalDist()
 ENOUGH_TRIALS = 5
 """Trials below which their own variance is not trusted to be smaller than that of chance."""
+OVERFITTING_BLOCKS = 16
+"""Blocks of a record for the probability of backtest overfitting; their halves give 12,870 splits."""
 
 
 def _sharpe_variance(sharpe: float, skewness: float, kurtosis: float) -> float:
@@ -148,7 +151,7 @@ class Overfitting:
         return float((self.out_of_sample < 0).mean())
 
 
-def backtest_overfitting(returns: Float, blocks: int = 16) -> Overfitting:
+def backtest_overfitting(returns: Float, blocks: int = OVERFITTING_BLOCKS) -> Overfitting:
     """Probability of backtest overfitting by combinatorially symmetric cross-validation (Bailey et al. 2017).
 
     `returns` [T, N]: per-bar returns of N configurations over the same bars. They are cut into an even number of blocks
@@ -181,6 +184,14 @@ def backtest_overfitting(returns: Float, blocks: int = 16) -> Overfitting:
         in_sample=np.take_along_axis(inside, best, 1)[:, 0],
         out_of_sample=judged[:, 0],
     )
+
+
+def overfitting_of(candidates: Sequence[Float], blocks: int = OVERFITTING_BLOCKS) -> Overfitting | None:
+    """`backtest_overfitting` of records over the same bars, [T] each; none for one alone, or for too few bars."""
+    shortest = min(len(each) for each in candidates)
+    if len(candidates) < 2 or shortest < 2 * blocks:
+        return None
+    return backtest_overfitting(np.stack(candidates, axis=1), blocks)
 
 
 def _sharpe_from_sums(count: Float, total: Float, squares: Float) -> Float:

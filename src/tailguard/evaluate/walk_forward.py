@@ -1,41 +1,31 @@
 """Walk forward: an agent a fold, trained on the past and tested on what follows, and all tests put together.
 
-What one lucky test period hides, many in a row show. A fold that is finished stays on disk and is not trained again.
+What one lucky test period hides, many in a row show.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.config import RunConfig, to_dict, to_yaml
+from tailguard.config import RunConfig
 from tailguard.data.splits import Fold, walk_forward
 from tailguard.data.windows import Size
-from tailguard.errors import CheckpointError, ConfigError
+from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import HOLD, standard_baselines
-from tailguard.evaluate.significance import SeedSummary, iqm_over_seeds
-from tailguard.evaluate.trained import AGENT, build_agent
-from tailguard.monitor.writers import JsonlWriter
-from tailguard.sealed import replace_synced
+from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_seeds, overfitting_of
+from tailguard.evaluate.standing import Budget, own_budget
+from tailguard.evaluate.trials import TrialCount
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
-
-PLAN = "walk_forward.json"
-SETTINGS = "settings.yaml"
-"""Not config.yaml, by which a folder is known as that of a single run."""
-LOCK = ".lock"
-"""File of whoever holds the folder."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +57,10 @@ class WalkForward:
     """One account through all test windows, by seed: the agents' decisions one after the other, positions carried."""
     baselines: dict[str, BacktestResult]
     """The baselines over the same bars."""
+    budget: Budget | None = None
+    """The risk budget that the agents were trained under."""
+    trials: TrialCount | None = None
+    """Trainings that were tested on these bars, the seeds of this walk forward among them; none where nobody counts."""
 
     @property
     def sharpes(self) -> NDArray[np.float64]:
@@ -77,6 +71,16 @@ class WalkForward:
         """Interquartile mean of the Sharpe ratios over seeds and folds; none for one seed, or an undefined ratio."""
         defined = len(self.results) > 1 and np.isfinite(self.sharpes).all()
         return iqm_over_seeds(self.sharpes, generator) if defined else None
+
+    @property
+    def middle(self) -> BacktestResult:
+        """The stitched account of the median seed by its Sharpe ratio: the best one is no result."""
+        order = sorted(self.stitched, key=lambda each: np.nan_to_num(each.metrics["sharpe"]))
+        return order[(len(order) - 1) // 2]
+
+    def overfitting(self) -> Overfitting | None:
+        """Would the seed that looks best by half of the record be good in the other half; none for one seed."""
+        return overfitting_of([result.net for result in self.stitched])
 
 
 def plan_folds(config: RunConfig, bars: Bars, plan: Plan) -> list[Fold]:
@@ -91,43 +95,34 @@ def plan_folds(config: RunConfig, bars: Bars, plan: Plan) -> list[Fold]:
     )
 
 
-def run_walk_forward(
+def trade_fold(agent: DistributionalPPO, fold: Fold) -> tuple[BacktestResult, ...]:
+    """The agent on the fold's test window, from a flat account; one result an account."""
+    accounts = "portfolio" if agent.spec is None else agent.spec.accounts
+    return tuple(backtest(agent, part) for part in separate(fold.test, accounts))
+
+
+def put_together(
     config: RunConfig,
     bars: Bars,
-    folder: Path,
-    plan: Plan,
-    *,
-    say: Callable[[str], None] = lambda _: None,
-    progress_bar: bool = False,
+    folds: Sequence[Fold],
+    results: Sequence[Sequence[Sequence[BacktestResult]]],
 ) -> WalkForward:
-    """Train every fold that is not finished in `folder`, test it, and put the tests together.
-
-    `folder`: begun here, or by an earlier call with the same settings, bars and plan, which then goes on.
-    `say`: called with a line for every fold when it begins.
-    """
-    folds = plan_folds(config, bars, plan)
-    _claim(folder, config, bars, plan, folds)
-    results: list[tuple[BacktestResult, ...]] = []
-    for number in range(plan.seeds):
-        seed = config.training.seed + number
-        own = []
-        for fold in folds:
-            place = folder / f"fold_{fold.number}" / f"seed_{seed}"
-            done = (place / AGENT).is_dir()
-            what = "is finished" if done else "trains"
-            say(f"fold {fold.number} of {len(folds)}, seed {seed}, {what}: {fold.describe().partition(': ')[2]}")
-            agent = _finished(place) if done else _train(config, fold, seed, place, progress_bar)
-            own.append(backtest(agent, fold.test))
-        results.append(tuple(own))
+    """All tests as one: `results` by seed, fold and account, as `trade_fold` gives them."""
     tested = bars.between(folds[0].test.start, bars.end_points[1] + bars.frequency)
+    parts = separate(tested, config.env.accounts)
+    stitched = []
+    for seed in results:
+        by_account = zip(*seed, strict=True)
+        stitched.append(pooled([stitch(own, part, config) for own, part in zip(by_account, parts, strict=True)]))
     return WalkForward(
         folds=tuple(folds),
-        results=tuple(results),
-        stitched=tuple(stitch(each, tested, config) for each in results),
+        results=tuple(tuple(pooled(fold) for fold in seed) for seed in results),
+        stitched=tuple(stitched),
         baselines={
-            name: backtest(policy, tested, config.market)
+            name: pooled([backtest(policy, part, config.market) for part in parts])
             for name, policy in standard_baselines(config.market.leverage, config.market.allow_short).items()
         },
+        budget=own_budget(config),
     )
 
 
@@ -143,64 +138,3 @@ def stitch(results: Sequence[BacktestResult], bars: Bars, config: RunConfig) -> 
         rows = np.searchsorted(panel.time, result.time) - 1
         targets[rows] = result.targets
     return backtest(targets, bars, config.market)
-
-
-def _train(config: RunConfig, fold: Fold, seed: int, place: Path, progress_bar: bool) -> DistributionalPPO:
-    place.mkdir(parents=True, exist_ok=True)
-    figures = place / "metrics.jsonl"
-    figures.write_bytes(b"")  # of a training that was cut short
-    agent = build_agent(config, fold.train, seed)
-    agent.learn(config.training.total_timesteps, callback=[JsonlWriter(figures)], progress_bar=progress_bar)
-    # The folder appears whole, by a rename: that it is there means that the fold is finished.
-    agent.save(place / AGENT)
-    return agent
-
-
-def _finished(place: Path) -> DistributionalPPO:
-    try:
-        return DistributionalPPO.load(place / AGENT)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}. Remove {place} to train this fold again") from error
-
-
-def _claim(folder: Path, config: RunConfig, bars: Bars, plan: Plan, folds: Sequence[Fold]) -> None:
-    """Write down what is begun here; or make sure that what was begun is the same."""
-    wanted = {
-        "settings": to_dict(config),
-        "bars": {"sha256": _digest(bars)},
-        "sizes": {"folds": plan.folds, "train": plan.train, "expanding": plan.expanding},
-        "folds": [fold.describe() for fold in folds],
-    }
-    path = folder / PLAN
-    if path.is_file():
-        begun = json.loads(path.read_text(encoding="utf-8"))
-        for part, value in wanted.items():
-            if begun.get(part) != value:
-                how = _first_difference(begun.get(part), value)
-                raise ConfigError(
-                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
-                    "choose another --name"
-                )
-        return
-    if folder.exists() and any(item.name != LOCK for item in folder.iterdir()):
-        raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_synced(folder / SETTINGS, to_yaml(config).encode())
-    replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
-
-
-def _digest(bars: Bars) -> str:
-    """SHA-256 of times and prices."""
-    panel, digest = bars.panel("portfolio"), hashlib.sha256()
-    for column in (panel.time, panel.open, panel.high, panel.low, panel.close, panel.volume):
-        digest.update(np.ascontiguousarray(column).data)
-    return digest.hexdigest()
-
-
-def _first_difference(then: Any, now: Any, where: str = "") -> str:
-    """Where two settings part, and how."""
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in now:
-            if then.get(key) != now[key]:
-                return _first_difference(then.get(key), now[key], f"{where}.{key}".lstrip("."))
-    return f"{where or 'it'} was {then!r} and is {now!r}"

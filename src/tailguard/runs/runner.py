@@ -16,7 +16,7 @@ from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig
 from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
-from tailguard.errors import CheckpointError, ConfigError, RunError
+from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.report.verdict import budget_in_words
 from tailguard.evaluate.standing import Standing, own_budget, standing
@@ -31,12 +31,8 @@ from tailguard.evaluate.trained import (
     split_of,
 )
 from tailguard.evaluate.trials import count_trials, record_trial
-from tailguard.monitor.recording import FigureWriter
-from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
-from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.keeper import Keeper
-from tailguard.runs.signals import StopSignals
+from tailguard.runs.training import prepare_device, train_to_the_end
 from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
@@ -98,15 +94,17 @@ def train(
         agent, bars, split, synthetic = prepare_agent(config, run, console)
         if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
-        store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
-        try:
-            store.clean()
-            if goes_on:
-                _take_up(agent, store, run, console, ask)
-            _learn(agent, config, run, store, Validation(agent, split.validation), console, verbose)
-            agent.save(run.agent_path)
-        except OSError as error:
-            raise RunError(f"{error.filename or folder}: {error.strerror}. {_what_is_left(run, store)}") from error
+        store = train_to_the_end(
+            agent,
+            config,
+            run,
+            Validation(agent, split.validation),
+            console,
+            resume=goes_on,
+            again=f"tailguard train --resume {run.path}",
+            ask=ask,
+            verbose=verbose,
+        )
         trained = TrainedRun(folder, config, agent, bars, split, synthetic)
         result = RunResult(folder, agent, standing(beside_baselines(trained, split.test), own_budget(config)))
         note = _write_down(trained, result)
@@ -148,9 +146,7 @@ def prepare_agent(
     config: RunConfig, run: RunFolder, console: Console
 ) -> tuple[DistributionalPPO, Bars, Split, SyntheticMarket | None]:
     """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
-    _check_device(config.training.device)
-    if config.training.threads:
-        torch.set_num_threads(config.training.threads)
+    prepare_device(config)
     console.print(
         f"[bold]Tailguard {__version__}[/bold] · {config.training.device}, {torch.get_num_threads()} threads "
         f"· seed {config.training.seed} · {run.path}"
@@ -162,87 +158,6 @@ def prepare_agent(
     agent = build_agent(config, split.train, config.training.seed)
     console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
     return agent, bars, split, synthetic
-
-
-def _check_device(name: str) -> None:
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"training.device: {name!r} cannot be used: {reason}. Choose cpu, or cuda") from error
-
-
-def _take_up(
-    agent: DistributionalPPO, store: CheckpointStore, run: RunFolder, console: Console, ask: Callable[[str], bool]
-) -> None:
-    """Bring the agent and the run's figures to where the newest checkpoint stands."""
-    try:
-        step = store.newest() or 0
-        changed = store.restore(agent, step) if step else {}
-    except DamagedCheckpointError as error:
-        if error.intact is None or not ask(f"{error}. Go on from there?"):
-            way = f"tailguard train --resume {run.path} --yes goes on from there"
-            raise CheckpointError(f"{error}" + ("" if error.intact is None else f"; {way}")) from None
-        step = error.intact
-        changed = store.restore(agent, step)
-    removed = store.forget_after(step)
-    kept, dropped = run.cut_metrics(step)
-    console.print(f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
-    if kept != agent.state.iteration:
-        console.print(f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
-    if dropped:
-        console.print(f"note     {dropped} iterations after the checkpoint are done again")
-    for name, (then, now) in changed.items():
-        console.print(f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
-
-
-def _learn(
-    agent: DistributionalPPO,
-    config: RunConfig,
-    run: RunFolder,
-    store: CheckpointStore,
-    validation: Validation,
-    console: Console,
-    verbose: bool,
-) -> None:
-    training = config.training
-    left = training.total_timesteps - agent.num_timesteps
-    if left <= 0:
-        console.print(f"training is complete: {agent.num_timesteps:,} steps")
-        return
-    if not validation.episodes:
-        console.print("note     the validation part is shorter than an episode, so checkpoints have no score")
-    steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
-    with StopSignals() as stop:
-        keeper = Keeper(
-            store,
-            run,
-            stop,
-            validation,
-            steps=steps,
-            minutes=training.checkpoint_minutes,
-            goal=training.total_timesteps,
-        )
-        writers: list[FigureWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
-        if verbose:
-            writers.append(ConsoleTable(every=10))
-        agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
-    if stop.received is not None:
-        console.print(
-            f"saved    checkpoint step {keeper.saved_step:,} written and verified. "
-            f"Resume: tailguard train --resume {run.path}",
-            soft_wrap=True,
-        )
-        raise SystemExit(128 + stop.received)
-
-
-def _what_is_left(run: RunFolder, store: CheckpointStore) -> str:
-    intact = store.newest_intact()
-    rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
-    return (
-        f"The run has ended; {rest}. Make room, or make the folder writable, and go on with: "
-        f"tailguard train --resume {run.path}"
-    )
 
 
 def _write_down(run: TrainedRun, result: RunResult) -> str:

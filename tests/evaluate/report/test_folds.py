@@ -12,7 +12,8 @@ import tailguard as tg
 from tailguard.config import load_config
 from tailguard.evaluate.report.folds import fold_gains, fold_rows, print_walk_forward, walk_forward_page
 from tailguard.evaluate.table import percent
-from tailguard.evaluate.walk_forward import Plan, WalkForward, run_walk_forward
+from tailguard.evaluate.walk_forward import Plan, WalkForward
+from tailguard.runs.walk_forward import run_walk_forward
 
 SETTINGS = (
     "data.features=[return_24]",
@@ -24,6 +25,7 @@ SETTINGS = (
     "ppo.network.hidden=[4]",
     "ppo.network.memory=none",
     "training.total_timesteps=64",
+    "risk.limit=-0.5",
 )
 
 
@@ -31,7 +33,8 @@ SETTINGS = (
 def walked(tmp_path_factory: pytest.TempPathFactory) -> WalkForward:
     bars = tg.make_market(1_500, seed=4).bars
     folder = tmp_path_factory.mktemp("walk") / "run"
-    return run_walk_forward(load_config(overrides=list(SETTINGS)), bars, folder, Plan(folds=2, seeds=2, train=900))
+    config, plan = load_config(overrides=list(SETTINGS)), Plan(folds=2, seeds=2, train=900)
+    return run_walk_forward(config, bars, folder, plan, Console(quiet=True))
 
 
 def test_every_fold_is_shown_beside_holding_over_the_same_bars(walked: WalkForward) -> None:
@@ -60,4 +63,8 @@ def test_terminal_and_page_tell_the_same(walked: WalkForward) -> None:
     assert "agent, seed 2 of 2" in text.getvalue()
     assert "of 2 folds and did better than buy &amp; hold in" in page
     assert "fewer than five seeds" in page
+    assert "Probability of backtest overfitting: " in page
+    assert "after 2 trials" in page
+    assert "all folds of a seed are one trial" in page
+    assert "the risk budget was kept" in page or "cannot decide" in page or "was broken" in page
     assert "<b>run" not in page

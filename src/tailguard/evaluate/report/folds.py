@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import plotly.graph_objects as go
 from rich.console import Console
@@ -12,11 +14,14 @@ from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.sections import costs_per_year
 from tailguard.evaluate.report.style import GREY, times
+from tailguard.evaluate.report.verdict import budget_in_words, overfitting_in_words, probability
+from tailguard.evaluate.significance import sharpe_evidence
+from tailguard.evaluate.standing import judge_budget
 from tailguard.evaluate.table import growth, percent, print_rows, with_interval
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"
-ACCOUNT_HEADINGS = ("all tests", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "costs/yr")
+ACCOUNT_HEADINGS = ("all tests", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "costs/yr", "budget")
 FOLD_HEADINGS = ("fold", "test period", "agent", "worst seed", "best seed", HOLD)
 
 
@@ -34,6 +39,7 @@ def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, result in accounts(walked).items():
         ratio = interval(result.net, sharpe_statistic(result.bars_per_year), np.random.default_rng(seed))
+        judged = None if walked.budget is None else judge_budget(result, walked.budget, seed)
         rows.append(
             (
                 name,
@@ -41,6 +47,7 @@ def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
                 with_interval(ratio),
                 percent(result.metrics["max_drawdown"]),
                 percent(costs_per_year(result), sign=False),
+                "–" if judged is None else str(judged.verdict),
             )
         )
     return rows
@@ -82,7 +89,33 @@ def in_words(walked: WalkForward) -> list[str]:
             f"Over {found.seeds} seeds and all folds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
             f"95 % interval {found.low:.2f} to {found.high:.2f}{few}."
         )
+    return [*sentences, *_luck(walked), *_budget(walked)]
+
+
+def _luck(walked: WalkForward) -> list[str]:
+    """What luck explains, and whether choosing a seed by its record would mean anything."""
+    sentences = []
+    middle, tried = walked.middle, walked.trials
+    which = "" if len(walked.stitched) == 1 else " of the median seed"
+    if tried is not None:
+        skill = sharpe_evidence(middle.net, middle.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes)
+        if math.isfinite(skill.deflated):
+            sentences.append(
+                f"The probability that the Sharpe ratio{which} is above what luck explains is "
+                f"{probability(skill.deflated)}, after {tried.count} trial{'s' * (tried.count > 1)} ({tried.source}; "
+                "all folds of a seed are one trial)."
+            )
+    found = walked.overfitting()
+    if found is not None:
+        sentences.append(
+            f"{overfitting_in_words(found, 'seed')} Equally good seeds give about a half: do not choose one."
+        )
     return sentences
+
+
+def _budget(walked: WalkForward) -> list[str]:
+    judged = None if walked.budget is None else judge_budget(walked.middle, walked.budget)
+    return [] if judged is None else [budget_in_words(judged, walked.middle.bars_per_year)]
 
 
 def folds_chart(walked: WalkForward) -> go.Figure:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
     from tailguard.evaluate.calibration import RiskBudget
     from tailguard.evaluate.report.collect import Evidence
+    from tailguard.evaluate.significance import Overfitting
 
 CONFIDENCE = 0.95
 WHOLE_YEAR = 0.95
@@ -135,6 +136,15 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
         "undecided": "the record cannot decide whether the budget holds",
     }
     return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}."
+
+
+def overfitting_in_words(found: Overfitting, what: str) -> str:
+    """The probability of backtest overfitting, and what it is the probability of."""
+    return (
+        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. So often the {what} that was best by "
+        f"one half of the record was no better than the median in the other half ({len(found.logits):,} ways to "
+        f"halve it); it lost money there in {100 * found.probability_of_loss:.0f} %."
+    )
 
 
 def window_in_words(bars: int, bars_per_year: float) -> str:

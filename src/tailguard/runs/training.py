@@ -1,0 +1,138 @@
+"""Training that can be stopped at any moment: from the newest checkpoint to the agent at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.config import RunConfig
+from tailguard.errors import CheckpointError, ConfigError, RunError
+from tailguard.monitor.recording import FigureWriter
+from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
+from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
+from tailguard.runs.folder import RunFolder
+from tailguard.runs.keeper import Keeper
+from tailguard.runs.signals import StopSignals
+from tailguard.runs.validation import Validation
+
+
+def prepare_device(config: RunConfig) -> None:
+    """Set the number of threads; raise unless the device can be used."""
+    name = config.training.device
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # PyTorch without CUDA asserts
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"training.device: {name!r} cannot be used: {reason}. Choose cpu, or cuda") from error
+    if config.training.threads:
+        torch.set_num_threads(config.training.threads)
+
+
+def train_to_the_end(
+    agent: DistributionalPPO,
+    config: RunConfig,
+    run: RunFolder,
+    validation: Validation | None,
+    console: Console,
+    *,
+    resume: bool,
+    again: str,
+    ask: Callable[[str], bool],
+    verbose: bool = False,
+) -> CheckpointStore:
+    """Train a fresh agent with checkpoints in the run's folder and save it there when it is done.
+
+    `validation`: scores the checkpoints; none: they have no score.
+    `resume`: go on from the newest checkpoint, if there is one.
+    `again`: the command that goes on after a stop, for messages.
+    `ask`: answers whether to go on from an older checkpoint where the newest is damaged.
+
+    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
+    128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
+    """
+    store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
+    try:
+        store.clean()
+        if resume:
+            _take_up(agent, store, run, console, ask, again)
+        _learn(agent, config, run, store, validation, console, again, verbose)
+        agent.save(run.agent_path)
+    except OSError as error:
+        intact = store.newest_intact()
+        rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
+        raise RunError(
+            f"{error.filename or run.path}: {error.strerror}. The run has ended; {rest}. Make room, or make the folder "
+            f"writable, and go on with: {again}"
+        ) from error
+    return store
+
+
+def _take_up(
+    agent: DistributionalPPO,
+    store: CheckpointStore,
+    run: RunFolder,
+    console: Console,
+    ask: Callable[[str], bool],
+    again: str,
+) -> None:
+    """Bring the agent and the run's figures to where the newest checkpoint stands."""
+    try:
+        step = store.newest() or 0
+        changed = store.restore(agent, step) if step else {}
+    except DamagedCheckpointError as error:
+        if error.intact is None or not ask(f"{error}. Go on from there?"):
+            way = f"{again} --yes goes on from there"
+            raise CheckpointError(f"{error}" + ("" if error.intact is None else f"; {way}")) from None
+        step = error.intact
+        changed = store.restore(agent, step)
+    removed = store.forget_after(step)
+    kept, dropped = run.cut_metrics(step)
+    console.print(f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
+    if kept != agent.state.iteration:
+        console.print(f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
+    if dropped:
+        console.print(f"note     {dropped} iterations after the checkpoint are done again")
+    for name, (then, now) in changed.items():
+        console.print(f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
+
+
+def _learn(
+    agent: DistributionalPPO,
+    config: RunConfig,
+    run: RunFolder,
+    store: CheckpointStore,
+    validation: Validation | None,
+    console: Console,
+    again: str,
+    verbose: bool,
+) -> None:
+    training = config.training
+    left = training.total_timesteps - agent.num_timesteps
+    if left <= 0:
+        console.print(f"training is complete: {agent.num_timesteps:,} steps")
+        return
+    if validation is not None and not validation.episodes:
+        console.print("note     the validation part is shorter than an episode, so checkpoints have no score")
+    steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
+    with StopSignals() as stop:
+        keeper = Keeper(
+            store,
+            run,
+            stop,
+            validation,
+            steps=steps,
+            minutes=training.checkpoint_minutes,
+            goal=training.total_timesteps,
+        )
+        writers: list[FigureWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+        if verbose:
+            writers.append(ConsoleTable(every=10))
+        agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
+    if stop.received is not None:
+        console.print(
+            f"saved    checkpoint step {keeper.saved_step:,} written and verified. Resume: {again}", soft_wrap=True
+        )
+        raise SystemExit(128 + stop.received)

@@ -1,0 +1,167 @@
+"""A walk forward on disk: an agent a fold and seed, each with checkpoints of its own.
+
+A fold that is finished stays and is not trained again; one that was interrupted goes on from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.config import RunConfig, to_dict, to_yaml
+from tailguard.data.splits import Fold
+from tailguard.errors import CheckpointError, ConfigError
+from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.trained import build_agent
+from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, count_trials, record_trial, settings_hash
+from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
+from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
+from tailguard.runs.folder import LOCK, RunFolder
+from tailguard.runs.training import prepare_device, train_to_the_end
+from tailguard.sealed import replace_synced
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+PLAN = "walk_forward.json"
+SETTINGS = "settings.yaml"
+"""Not config.yaml, by which a folder is known as that of a single run."""
+
+
+def run_walk_forward(
+    config: RunConfig,
+    bars: Bars,
+    folder: Path,
+    plan: Plan,
+    console: Console,
+    *,
+    ask: Callable[[str], bool] = lambda _: False,
+) -> WalkForward:
+    """Train every fold that is not finished in `folder`, test it, and put the tests together.
+
+    `folder`: begun here, or by an earlier call with the same settings, bars and plan, which then goes on.
+    `ask`: answers whether to go on from an older checkpoint where the newest of a fold is damaged.
+
+    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint of the fold under way.
+    """
+    prepare_device(config)
+    folds = plan_folds(config, bars, plan)
+    digest = bars_hash(bars)
+    _claim(folder, config, digest, plan, folds)
+    results: list[list[tuple[BacktestResult, ...]]] = []
+    for number in range(plan.seeds):
+        seed = config.training.seed + number
+        results.append([])
+        for fold in folds:
+            agent = _trained(config, fold, len(folds), seed, folder, console, ask)
+            results[-1].append(trade_fold(agent, fold))
+    return _counted(put_together(config, bars, folds, results), config, digest, folder, plan, console)
+
+
+def _trained(
+    config: RunConfig,
+    fold: Fold,
+    folds: int,
+    seed: int,
+    folder: Path,
+    console: Console,
+    ask: Callable[[str], bool],
+) -> DistributionalPPO:
+    """The agent of a fold: as it was finished, or trained to its end, from its newest checkpoint if it has one."""
+    place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
+    done = place.agent_path.is_dir()
+    what = "is finished" if done else "trains"
+    line = f"fold {fold.number} of {folds}, seed {seed}, {what}: {fold.describe().partition(': ')[2]}"
+    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    if done:
+        return _finished(place)
+    place.path.mkdir(parents=True, exist_ok=True)
+    agent = build_agent(config, fold.train, seed)
+    train_to_the_end(
+        agent, config, place, None, console, resume=place.metrics_path.exists(), again="the same command", ask=ask
+    )
+    _let_go(place)
+    return agent
+
+
+def _finished(place: RunFolder) -> DistributionalPPO:
+    try:
+        agent = DistributionalPPO.load(place.agent_path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. Remove {place.path} to train this fold again") from error
+    _let_go(place)
+    return agent
+
+
+def _let_go(place: RunFolder) -> None:
+    """Remove the checkpoints of a fold that has come to its end; its agent is what they led to."""
+    (place.path / LATEST).unlink(missing_ok=True)
+    shutil.rmtree(place.path / CHECKPOINTS, ignore_errors=True)
+
+
+def _counted(
+    walked: WalkForward, config: RunConfig, digest: str, folder: Path, plan: Plan, console: Console
+) -> WalkForward:
+    """Write every seed into the record of trials and count them.
+
+    All folds of a seed are one trial: they make one record that nobody chose from. Seeds are trials of their own.
+    """
+    path, mine = folder.parent / TRIALS, []
+    for number, account in enumerate(walked.stitched):
+        also = {"walk forward": _sizes(plan), "seed": config.training.seed + number}
+        ratio = account.metrics["sharpe"]
+        name = f"{folder.resolve().name}, seed {config.training.seed + number}"
+        mine.append(Trial(digest, settings_hash(config, also), name, ratio if math.isfinite(ratio) else None))
+    try:
+        for trial in mine:
+            record_trial(path, trial)
+    except OSError as error:
+        console.print(f"note     {path} cannot be written: {error.strerror}. This walk forward is not counted")
+    return replace(walked, trials=count_trials(path, mine))
+
+
+def _sizes(plan: Plan) -> dict[str, Any]:
+    return {"folds": plan.folds, "train": plan.train, "expanding": plan.expanding}
+
+
+def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequence[Fold]) -> None:
+    """Write down what is begun here; or make sure that what was begun is the same."""
+    wanted = {
+        "settings": to_dict(config),
+        "bars": {"sha256": digest},
+        "sizes": _sizes(plan),
+        "folds": [fold.describe() for fold in folds],
+    }
+    path = folder / PLAN
+    if path.is_file():
+        begun = json.loads(path.read_text(encoding="utf-8"))
+        for part, value in wanted.items():
+            if begun.get(part) != value:
+                how = _first_difference(begun.get(part), value)
+                raise ConfigError(
+                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
+                    "choose another --name"
+                )
+        return
+    if folder.exists() and any(item.name != LOCK for item in folder.iterdir()):
+        raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_synced(folder / SETTINGS, to_yaml(config).encode())
+    replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
+
+
+def _first_difference(then: Any, now: Any, where: str = "") -> str:
+    """Where two settings part, and how."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in now:
+            if then.get(key) != now[key]:
+                return _first_difference(then.get(key), now[key], f"{where}.{key}".lstrip("."))
+    return f"{where or 'it'} was {then!r} and is {now!r}"
