@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailguard.data.splits import split_bars as split_bars
     from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
+    from tailguard.envs.mapped_market import open_market as open_market
     from tailguard.envs.trading import TradingEnv as TradingEnv
     from tailguard.errors import BarsError as BarsError
     from tailguard.errors import BarsWarning as BarsWarning
@@ -46,6 +47,7 @@ _PUBLIC = {
     "walk_forward": "tailguard.data.splits",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",
+    "open_market": "tailguard.envs.mapped_market",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]

@@ -23,7 +23,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(
-    help="Bring bars: check them, make synthetic ones, fetch them from an exchange.", no_args_is_help=True
+    help="Bring bars: check them, make synthetic ones, fetch them from an exchange, prepare them to train from disk.",
+    no_args_is_help=True,
 )
 app.add_typer(data, name="data")
 
@@ -160,11 +161,50 @@ def data_check(
 
     from tailguard.data.report import print_report
     from tailguard.data.sources import check_source, read_source
+    from tailguard.envs.mapped_market import is_prepared_market, open_market
 
+    if len(files) == 1 and is_prepared_market(files[0]):
+        open_market(files[0]).verify()
+        typer.echo(f"{files[0]}: a prepared market; every file is as it was written")
+        return
     source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
     report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
     print_report(report, Console())
     raise typer.Exit(1 if report.errors else 0)
+
+
+@data.command("prepare")
+def data_prepare(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; train on it with --data OUT.")],
+    config: Annotated[Path | None, typer.Argument(help="YAML settings of the runs to come.")] = None,
+    bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, as for train.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Bars in memory at a time. Default: 262,144.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Replace a prepared market that is there already.")] = False,
+) -> None:
+    """Check bars, split them and compute features once, for training from disk: they may be larger than memory.
+
+    The split, the features and the costs that depend on volume are those of the settings; runs must use the same.
+    """
+    from rich.console import Console
+
+    from tailguard.config import load_config
+    from tailguard.data.import_bars import ROWS
+    from tailguard.runs.preparing import prepare_market
+    from tailguard.validate import check_count
+
+    size = ROWS if rows is None else rows
+    check_count("--rows", size, low=1_000)
+    settings = load_config(config, [*(overrides or []), *([] if bars is None else [f"data.path={bars}"])])
+    console = Console()
+    with console.status("") as status:
+        market = prepare_market(settings, out, rows=size, replace=yes, say=status.update)
+    console.print(f"split    {market.describe()}", soft_wrap=True, markup=False, highlight=False)
+    console.print(f"prepared {len(market):,} bars in {out}", soft_wrap=True, markup=False, highlight=False)
+    given = "" if config is None else f"{config} "
+    console.print(f"next     tailguard train {given}--data {out}", soft_wrap=True, markup=False, highlight=False)
 
 
 @data.command("make")

@@ -188,14 +188,14 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
     from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
-    from tailguard.evaluate.trained import market_of
+    from tailguard.evaluate.trained import bars_in_memory
     from tailguard.runs.folder import RunFolder
     from tailguard.runs.walk_forward import run_walk_forward
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    bars, _ = market_of(config)
+    bars = bars_in_memory(config)
     try:
         with RunFolder(folder).claimed():
             walked = run_walk_forward(config, bars, folder, plan, console, ask=ask)

@@ -176,7 +176,7 @@ def test_memory_grows_with_bars_only(random_panel: Callable[..., Panel]) -> None
         market = build_market(random_panel(0, rows))
         return sum(tensor.nbytes for tensor in (market.table, market.segment, market.time))
 
-    assert size(1000) == 1000 * (len(COLUMNS) * 4 + 2 * 8)
+    assert size(1000) == 1000 * (len(COLUMNS) * 4 + 4 + 8)
     assert size(3000) == 3 * size(1000)
 
 

@@ -215,8 +215,8 @@ def _check_grid(frame: pl.DataFrame, times: NDArray[np.int64], before: int | Non
         file, row = frame.select("file", "row").row(0)
         raise BarsError(
             f"{file}: row {row} ({time_label(moment(int(times[0])))}): off the {frequency_label(pace)} grid of the "
-            "bars before it\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load the "
-            "files apart."
+            "bars before it\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load "
+            "the files apart."
         )
 
 

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 from tailguard.errors import BarsError
 
+MANIFEST = "market.json"
+"""Describes the arrays of a prepared market; a folder that has it is one."""
 BLOCK = 2**24
 """Bytes read at a time when a file is verified."""
 DTYPES = ("<f4", "<f8", "<i4", "<i8", "|b1")

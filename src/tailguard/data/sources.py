@@ -31,6 +31,7 @@ from tailguard.data.columns import (
 )
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frequency import parse_frequency
+from tailguard.data.mapped import MANIFEST
 from tailguard.data.validation import validate as validate_frame
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
@@ -210,6 +211,11 @@ def files_of(path: Paths) -> list[Path]:
     given = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
     files: list[Path] = []
     for one in given:
+        if (one / MANIFEST).is_file():
+            raise BarsError(
+                f"{one}: a prepared market, not files of bars; train on it with --data, or open it with "
+                "tailguard.open_market"
+            )
         if one.is_dir():
             inside = sorted(file for file in one.iterdir() if file.name.lower().endswith(_SUFFIXES))
             if not inside:

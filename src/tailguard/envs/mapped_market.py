@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailguard.data.mapped import map_array, verify_array
+from tailguard.data.mapped import MANIFEST, map_array, verify_array
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tailguard.data.bar_store import BarStore
     from tailguard.data.bars import Accounts, Bars
 
-MANIFEST = "market.json"
 BARS = "bars"
 TRAIN: Literal["train"] = "train"
 FORMAT = 1
@@ -78,8 +77,7 @@ class MappedBars(PreparedBars):
             check_same_setting(self.folder, f"market.{name}", getattr(self.config, name), getattr(config, name))
         if dtype != torch.float32:
             raise ConfigError(f"dtype: {dtype} is asked for; the prepared market {self.folder} holds float32")
-        segment = as_tensor(np.asarray(self.panel.segment)).to(device)
-        return market_of_table(self.panel, as_tensor(self.table).to(device), segment, config)
+        return market_of_table(self.panel, as_tensor(self.table).to(device), config)
 
     def starts(self, episode_length: int) -> RowRanges:
         """Rows from which a whole episode can run, in rising order."""
@@ -137,14 +135,7 @@ class PreparedMarket:
         about, files, place = self.manifest["about"], self.manifest["files"], self.folder / TRAIN
         arrays = {name: map_array(place / name, entry) for name, entry in files[TRAIN].items()}
         try:
-            panel = Panel(
-                time=arrays["time"],
-                segment=arrays["segment"],
-                tradeable=arrays["tradeable"],
-                symbols=tuple(about["symbols"]),
-                frequency_ms=int(about["frequency_ms"]),
-                **{name: arrays[name] for name in PRICES if name in arrays},
-            )
+            panel = panel_of(arrays, about["symbols"], int(about["frequency_ms"]))
             scaler = Scaler.from_dict(about["scaler"])
             mapped = MappedBars(
                 panel=panel,
@@ -196,6 +187,28 @@ class PreparedMarket:
         settings: Mapping[str, Any] = self.manifest["about"]["settings"]
         return settings
 
+    @property
+    def source(self) -> str:
+        return str(self.folder)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return tuple(self.manifest["about"]["symbols"])
+
+    @property
+    def end_points(self) -> tuple[datetime, datetime]:
+        """Open times of the first bar to learn from and of the very last."""
+        return self._period("train")[0], self._period("test")[1]
+
+    def __len__(self) -> int:
+        """Number of bars, over all symbols."""
+        return int(self.manifest["about"]["bars"]["rows"])
+
+    @property
+    def sha256(self) -> str:
+        """Of all bars; the same as of these bars in memory."""
+        return str(self.manifest["about"]["bars"]["sha256"])
+
     def describe(self) -> str:
         """The split in one line."""
         return str(self.manifest["about"]["split"])
@@ -210,6 +223,18 @@ class PreparedMarket:
         place = self.manifest["about"]["parts"][part]
         first, last = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (place["first"], place["last"]))
         return first, last
+
+
+def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequency_ms: int) -> Panel:
+    """The panel of these arrays by name."""
+    return Panel(
+        time=arrays["time"],
+        segment=arrays["segment"],
+        tradeable=arrays["tradeable"],
+        symbols=tuple(symbols),
+        frequency_ms=frequency_ms,
+        **{name: arrays[name] for name in PRICES if name in arrays},
+    )
 
 
 def is_prepared_market(path: Path) -> bool:
@@ -274,7 +299,7 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
         if found != wanted:
             raise BarsError(f"{folder / TRAIN / name}: of shape {found}; {wanted} is needed")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
-    if types != ["<f4", "<f4", "<i8", "<i8"]:
+    if types != ["<f4", "<f4", "<i4", "<i8"]:
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")
     inside = mapped.stretches.size == 0 or (mapped.stretches.min() >= 0 and mapped.stretches.max() < rows)
     if not inside:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
@@ -15,11 +15,13 @@ from tailguard.data.prepare import prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, make_market
+from tailguard.envs.mapped_market import MappedBars, PreparedMarket, is_prepared_market, open_market
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import random_timing, standard_baselines
+from tailguard.evaluate.prepared import check_settings
 from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, settings_hash
 
 if TYPE_CHECKING:
@@ -42,9 +44,9 @@ class TrainedRun:
     folder: Path
     config: RunConfig
     agent: DistributionalPPO
-    bars: Bars
+    bars: Bars | PreparedMarket
     """All of them, before they were split."""
-    split: Split
+    split: Split | PreparedMarket
     synthetic: SyntheticMarket | None
     """The generator of the bars, which knows the best that could be done; none for bars from a file."""
 
@@ -53,18 +55,20 @@ class TrainedRun:
         return self.folder.resolve().name
 
     def part(self, name: Part) -> Bars:
+        if isinstance(self.split, PreparedMarket):
+            return self.split.bars(name)
         bars: Bars = getattr(self.split, name)
         return bars
 
     def select(self, symbol: str) -> TrainedRun:
         """The run on one of its symbols, for an agent that trades each symbol in an account of its own."""
-        parts = (part.select(symbol) for part in (self.split.train, self.split.validation, self.split.test))
-        return replace(self, split=Split(*parts))
+        return replace(self, split=Split(*(self.part(name).select(symbol) for name in get_args(Part))))
 
     def trial(self, sharpe: float) -> Trial:
         """The run as the record of trials knows it, with the yearly Sharpe ratio of its test period."""
         ratio = sharpe if math.isfinite(sharpe) else None
-        return Trial(bars_hash(self.bars), settings_hash(self.config), self.name, ratio)
+        bars = self.bars.sha256 if isinstance(self.bars, PreparedMarket) else bars_hash(self.bars)
+        return Trial(bars, settings_hash(self.config), self.name, ratio)
 
     @property
     def trials_path(self) -> Path:
@@ -101,24 +105,37 @@ def load_agent(folder: Path) -> DistributionalPPO:
     return DistributionalPPO.load(path)
 
 
-def market_of(config: RunConfig) -> tuple[Bars, SyntheticMarket | None]:
-    """The bars that the settings name, or the synthetic market with its generator."""
+def market_of(config: RunConfig) -> tuple[Bars | PreparedMarket, SyntheticMarket | None]:
+    """The bars that the settings name, in memory or prepared on disk, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
         market = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
         return market.bars, market
+    if is_prepared_market(Path(data.path)):
+        return open_market(data.path), None
     bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
     return (bars.select(*data.symbols) if data.symbols else bars), None
 
 
-def split_of(config: RunConfig, bars: Bars) -> Split:
-    """Training, validation and test bars, as the settings cut them."""
+def bars_in_memory(config: RunConfig) -> Bars:
+    """The bars that the settings name, for work that needs all of them; a prepared market has one split only."""
+    bars, _ = market_of(config)
+    if isinstance(bars, PreparedMarket):
+        raise ConfigError(f"data.path: {bars.folder} is prepared for one split; a walk forward needs files of bars")
+    return bars
+
+
+def split_of(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
+    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    if isinstance(bars, PreparedMarket):
+        check_settings(bars, config)
+        return bars
     sizes = (config.data.validation, config.data.test)
     validation, test = (_size(size) for size in sizes)
     return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
 
 
-def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
+def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> DistributionalPPO:
     """A fresh agent on these training bars."""
     env = TradingEnv(
         bars,
@@ -126,7 +143,7 @@ def build_agent(config: RunConfig, bars: Bars, seed: int) -> DistributionalPPO:
         config.env.num_envs,
         config.training.device,
         episode_length=config.env.episode_length,
-        features=config.data.features or None,
+        features=None if isinstance(bars, MappedBars) else config.data.features or None,
         accounts=config.env.accounts,
         reward=config.env.reward,
         shield=config.env.shield,
@@ -151,7 +168,11 @@ def _check_same_bars(run: TrainedRun) -> None:
             f"{run.folder}: its agent was not trained on a TradingEnv, so it cannot be backtested on bars"
         )
     then, source = run.agent.spec.scaler, run.config.data.path or "the synthetic market"
-    now = prepare(run.split.train, run.config.data.features or None, accounts=run.agent.spec.accounts).scaler
+    train = run.split.train
+    if isinstance(train, MappedBars):
+        now = train.scaler
+    else:
+        now = prepare(train, run.config.data.features or None, accounts=run.agent.spec.accounts).scaler
     same = then.names == now.names and all(
         np.allclose(mine, theirs, rtol=1e-6, atol=1e-12)
         for mine, theirs in ((then.center, now.center), (then.scale, now.scale))

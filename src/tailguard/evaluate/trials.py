@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,10 +63,16 @@ class TrialCount:
 
 def bars_hash(bars: Bars) -> str:
     """SHA-256 of symbols, times, prices and volumes."""
-    digest = hashlib.sha256(json.dumps([bars.symbols, bars.frequency.total_seconds()]).encode())
-    digest.update(np.ascontiguousarray(bars.frame["time"].dt.epoch("ms").to_numpy()).data)
-    for name in ("open", "high", "low", "close", "volume"):
-        digest.update(np.ascontiguousarray(bars.frame[name].to_numpy()).data)
+    times = bars.frame["time"].dt.epoch("ms").to_numpy()
+    prices = (bars.frame[name].to_numpy() for name in ("open", "high", "low", "close", "volume"))
+    return hash_of(bars.symbols, bars.frequency.total_seconds(), itertools.chain([times], prices))
+
+
+def hash_of(symbols: Sequence[str], seconds: float, columns: Iterable[NDArray[Any]]) -> str:
+    """SHA-256 of bars by their columns: times, opens, highs, lows, closes and volumes, in pieces as they come."""
+    digest = hashlib.sha256(json.dumps([symbols, seconds]).encode())
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).data)
     return digest.hexdigest()
 
 

@@ -56,7 +56,7 @@ class Market:
     table: Tensor
     """[K, R, A], K as in `COLUMNS`."""
     segment: Tensor
-    """Gap-free stretch each row belongs to, [R] int64."""
+    """Gap-free stretch each row belongs to, [R] int32."""
     time: Tensor
     """Open time of each bar in ms, [R] int64."""
     config: MarketConfig
@@ -98,14 +98,14 @@ def build_market(
     stream.check_volume()
     table = torch.as_tensor(columns, dtype=dtype, device=device)
     check_table(table, panel)
-    return market_of_table(panel, table, torch.as_tensor(panel.segment.astype(np.int64), device=device), config)
+    return market_of_table(panel, table, config)
 
 
-def market_of_table(panel: Panel, table: Tensor, segment: Tensor, config: MarketConfig) -> Market:
-    """The market of a table [K, R, A] that is there already, on the table's device; `segment` [R] int64."""
+def market_of_table(panel: Panel, table: Tensor, config: MarketConfig) -> Market:
+    """The market of a table [K, R, A] that is there already, on the table's device."""
     return Market(
         table=table,
-        segment=segment,
+        segment=as_tensor(panel.segment).to(table.device),
         time=as_tensor(panel.time).to(table.device),
         config=config,
         rates=_rates(config, panel.bars_per_year, table.dtype, table.device),

@@ -24,6 +24,7 @@ from tailguard._version import __version__
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.saving import PARTS, capture, describe, restore
 from tailguard.data.prepare import PreparedBars
+from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
 from tailguard.sealed import (
@@ -201,6 +202,12 @@ def data_hashes(env: Any) -> dict[str, str]:
     if not isinstance(env, TradingEnv):
         return {}
     prepared: PreparedBars = env.prepared
+    # Of a market on disk they were taken when it was written; reading all of it now would load all of it.
+    return dict(prepared.hashes) if isinstance(prepared, MappedBars) else prepared_hashes(prepared)
+
+
+def prepared_hashes(prepared: PreparedBars) -> dict[str, str]:
+    """SHA-256 of prepared bars and of their scaled features."""
     panel = prepared.panel
     columns = (panel.open, panel.high, panel.low, panel.close, panel.volume, panel.funding)
     bars = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)

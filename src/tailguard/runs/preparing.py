@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,44 +14,35 @@ import torch
 from numpy.typing import NDArray
 
 from tailguard._version import __version__
-from tailguard.config import RunConfig, to_dict
-from tailguard.data.bar_store import BarStore, Times, moment
+from tailguard.config import RunConfig
+from tailguard.data.bar_store import BarStore, Times
+from tailguard.data.bars import REQUIRED
 from tailguard.data.features import longest_warmup
 from tailguard.data.import_bars import ROWS, import_bars
-from tailguard.data.mapped import ArrayWriter, map_array
+from tailguard.data.mapped import MANIFEST, ArrayWriter, map_array
 from tailguard.data.order_statistics import streamed_statistics
+from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import QUARTILES, Scaler, too_few_rows
 from tailguard.data.splits import describe_periods, split_times
 from tailguard.data.stream import Part, Window, count_rows, stream_features
 from tailguard.data.windows import Windows, parse_size
 from tailguard.envs.mapped_market import (
     BARS,
-    MANIFEST,
     PRICES,
     TRAIN,
     PreparedMarket,
-    check_same_setting,
-    digest_of,
     is_prepared_market,
     market_settings,
     open_market,
+    panel_of,
     seal,
 )
 from tailguard.errors import BarsError, ConfigError, RunError
+from tailguard.evaluate.prepared import bound_settings
+from tailguard.evaluate.trials import hash_of
 from tailguard.market.tables import COLUMNS, TableStream, check_table
+from tailguard.runs.checkpoint import prepared_hashes
 from tailguard.sealed import sync_folder, write_synced
-
-BOUND = (
-    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
-    *("data.features", "env.accounts"),
-)
-"""Settings that are worked into a prepared market, besides those of the market's table."""
-
-
-def bound_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that a prepared market depends on, by their names."""
-    plain = to_dict(config)
-    return {name: plain[name.partition(".")[0]][name.partition(".")[2]] for name in BOUND}
 
 
 def prepare_market(
@@ -137,12 +128,10 @@ def _write(
     say(f"split    {split}")
     train_files, scaler = _write_training(config, store, common, parts[TRAIN], folder / TRAIN, scratch, rows, say)
     shutil.rmtree(scratch)
-    features = ("features", "usable")
-    hashes = {
-        "bars": digest_of([store.symbols, store.step, {n: f for n, f in train_files.items() if n not in features}]),
-        "features": digest_of([scaler.names, scaler.definitions, {name: train_files[name] for name in features}]),
-        "all_bars": digest_of([store.symbols, bar_files]),
-    }
+    say("hashing")
+    arrays = {name: map_array(folder / TRAIN / name, entry) for name, entry in train_files.items()}
+    panel = panel_of(arrays, store.symbols, store.step)
+    training = PreparedBars(panel, arrays["features"], scaler.names, arrays["usable"], scaler)
     about = {
         "tailguard": __version__,
         "source": store.source,
@@ -157,9 +146,16 @@ def _write(
             for name, part in parts.items()
         },
         "scaler": scaler.to_dict(),
-        "hashes": hashes,
+        "hashes": prepared_hashes(training),
+        "bars": {"sha256": _hash_of_all(store), "rows": sum(len(one.time) for one in store.series)},
     }
     return about, {BARS: bar_files, TRAIN: train_files}
+
+
+def _hash_of_all(store: BarStore) -> str:
+    """What `bars_hash` gives for all bars in memory."""
+    columns = (one.columns[name] for name in ("time", *REQUIRED) for one in store.series)
+    return hash_of(store.symbols, store.frequency.total_seconds(), columns)
 
 
 def _common_times(store: BarStore, scratch: Path, rows: int) -> NDArray[np.int64]:
@@ -199,7 +195,7 @@ def _write_training(
     total = count_rows(store, part, accounts, common)
     assets = len(store.series) if accounts == "portfolio" else 1
     funded = "funding_rate" in store.series[0].columns
-    types = {"time": "<i8", "segment": "<i8", "tradeable": "|b1", "usable": "|b1"}
+    types = {"time": "<i8", "segment": "<i4", "tradeable": "|b1", "usable": "|b1"}
     writers = {name: ArrayWriter(folder / name, kind) for name, kind in types.items()}
     for name in PRICES[: 6 if funded else 5]:
         writers[name] = ArrayWriter(folder / name, "<f8", (assets,))
@@ -289,19 +285,3 @@ class _Stretches:
         """First row for a start and last row of each stretch, [S, 2]."""
         self._close()
         return np.array(self._closed, np.int64).reshape(-1, 2)
-
-
-def check_settings(market: PreparedMarket, config: RunConfig) -> None:
-    """Refuse settings that the market was prepared with otherwise."""
-    for name, value in bound_settings(config).items():
-        check_same_setting(market.folder, name, market.settings.get(name), value)
-
-
-def describe_market(market: PreparedMarket) -> str:
-    """Symbols, period and size in one line."""
-    about: Mapping[str, Any] = market.manifest["about"]
-    first, last = market.train.start, moment(about["parts"]["test"]["last"])
-    bars = sum(len(one.time) for one in market.store.series)
-    return (
-        f"{market.folder} · {', '.join(about['symbols'])} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {bars:,} bars, mapped"
-    )

@@ -37,6 +37,7 @@ from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
+    from tailguard.envs.mapped_market import PreparedMarket
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
 
 def prepare_agent(
     config: RunConfig, run: RunFolder, console: Console
-) -> tuple[DistributionalPPO, Bars, Split, SyntheticMarket | None]:
+) -> tuple[DistributionalPPO, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
     """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
     prepare_device(config)
     console.print(
@@ -223,6 +224,6 @@ def describe_risk(agent: DistributionalPPO) -> str:
     return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average"
 
 
-def _describe_bars(bars: Bars) -> str:
+def _describe_bars(bars: Bars | PreparedMarket) -> str:
     first, last = bars.end_points
     return f"{bars.source} · {', '.join(bars.symbols)} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(bars):,} bars"
