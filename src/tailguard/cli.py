@@ -12,6 +12,7 @@ import typer
 from tailguard import cli_evaluate
 from tailguard._version import __version__
 from tailguard.errors import ConfigError, RunError, TailguardError
+from tailguard.memory import told_when_out_of_memory
 
 app = typer.Typer(
     name="tailguard",
@@ -255,7 +256,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without ✓ shows ? instead of failing
     try:
-        app()
+        with told_when_out_of_memory(
+            "Make env.num_envs, ppo.n_steps, ppo.minibatch_size or the network smaller; bars that do not fit are "
+            "trained on from disk: tailguard data prepare"
+        ):
+            app()
     except TailguardError as error:
         typer.echo(str(error), err=True)
         sys.exit(1 if isinstance(error, RunError) else 2)

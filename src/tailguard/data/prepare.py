@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
+from tailguard.errors import BarsError
+from tailguard.memory import free_memory, in_words
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars
@@ -42,12 +44,23 @@ def prepare(
     live bars give the scaler of the training bars; it also says which features there are.
     """
     # Polars is needed to compute features, not to run on prepared ones.
-    from tailguard.data.features import compute_features
+    from tailguard.data.features import available_features, compute_features
 
     if scaler is not None and features is None:
         features = tuple(dict.fromkeys(name.split(":")[0] for name in scaler.names))
+    _check_memory(len(bars), len(available_features(bars) if features is None else features), bars.source)
     table = compute_features(bars, features, accounts)
     panel = bars.panel(accounts)
     if scaler is None:
         scaler = Scaler.fit(table, table.valid & panel.tradeable)
     return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)
+
+
+def _check_memory(rows: int, features: int, source: str) -> None:
+    """Refuse features that cannot fit: each is there as computed, as an array and scaled, 8 + 8 + 4 bytes a bar."""
+    needed, free = 20.0 * rows * features, free_memory()
+    if needed > free:
+        raise BarsError(
+            f"{source}: {features} features of {rows:,} bars take at least {in_words(needed)} of memory, and "
+            f"{in_words(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
+        )

@@ -35,10 +35,13 @@ from tailguard.data.mapped import MANIFEST
 from tailguard.data.validation import validate as validate_frame
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
+from tailguard.memory import free_memory, in_words
 
 Paths = str | Path | Sequence[str | Path]
 
 READING_ERRORS = (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error, pl.exceptions.PolarsError)
+COPIES = 2
+"""Times that the bars are in memory while they are read: as the file has them, and as numbers."""
 _SUFFIXES = (".csv", ".csv.gz", ".zip", ".parquet", ".feather", ".arrow", ".ipc")
 
 
@@ -123,6 +126,7 @@ def check_source(
 def read_source(path: Paths, *, symbol: str | None = None) -> Source:
     """Read the files of `path` and put each symbol's bars together."""
     files = files_of(path)
+    _check_memory(files, name_of(path))
     tables = [Table.of(_read(file), file) for file in files]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
@@ -140,6 +144,28 @@ def read_source(path: Paths, *, symbol: str | None = None) -> Source:
         frame = frame.sort("symbol", begins, maintain_order=True)
     ignored = dict.fromkeys(column for table in tables for column in table.ignored)
     return Source(name, frame, tuple(ignored), dropped)
+
+
+def _check_memory(files: Sequence[Path], name: str) -> None:
+    """Refuse files that cannot fit, before a byte of them is read; the estimate is below what they really take."""
+    needed, free = 0.0, free_memory()
+    for file in files:
+        size = file.stat().st_size
+        if 20 * size < free / len(files):  # too small to be worth a look inside
+            continue
+        try:
+            columns = 1 + len(REQUIRED)
+            if file.name.lower().endswith(".parquet"):
+                needed += 8 * columns * COPIES * pl.scan_parquet(file, glob=False).select(pl.len()).collect().item()
+            else:
+                needed += COPIES * size
+        except pl.exceptions.PolarsError as error:
+            raise BarsError(f"{file}: cannot be read: {error}") from error
+    if needed > free:
+        raise BarsError(
+            f"{name}: these bars take at least {in_words(needed)} of memory, and {in_words(free)} are free. Prepare "
+            "them once and train from disk: tailguard data prepare"
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from tailguard.data.panel import Float
 from tailguard.data.planted import Optimum, ReturnLaw, best_growth, follow
 from tailguard.data.processes import autoregression, flip_probability, heavy_tailed, price_extremes, two_state
 from tailguard.data.storage import write_frame
+from tailguard.errors import ConfigError
 from tailguard.validate import check_count, check_range
 
 HOURS_PER_YEAR = 24 * 365.25
@@ -190,6 +191,8 @@ def make_market(
     check_range("correlation", correlation, low=0, high=0.9)
     length = parse_frequency(frequency)
     hours = length / timedelta(hours=1)
+    if bars > (datetime.max.replace(tzinfo=UTC) - start) / length:
+        raise ConfigError(f"bars: {bars:,} bars of {frequency} from {start:%Y-%m-%d} on end after the year 9999")
     time = pl.datetime_range(start, start + (bars - 1) * length, length, eager=True).cast(TIME_TYPE)
 
     shared = Noise(seed, 0, bars)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -21,6 +22,7 @@ from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import random_timing, standard_baselines
+from tailguard.evaluate.needs import check_memory, check_synthetic
 from tailguard.evaluate.prepared import check_settings
 from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, settings_hash
 
@@ -109,6 +111,7 @@ def market_of(config: RunConfig) -> tuple[Bars | PreparedMarket, SyntheticMarket
     """The bars that the settings name, in memory or prepared on disk, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
+        check_synthetic(config)
         market = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
         return market.bars, market
     if is_prepared_market(Path(data.path)):
@@ -150,6 +153,7 @@ def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> Distri
         stagger=config.ppo.n_steps,
         seed=seed,
     )
+    check_memory(config, env)
     return DistributionalPPO(env, config.ppo, seed=seed, risk=config.risk)
 
 
@@ -222,6 +226,8 @@ def agent_and_baselines(
     before_each(AGENT)
     own = each(lambda part, _: backtest(agent, part, market, delay=delay, noise=noise, seed=seed))
     results = {AGENT: own}
+    # What an agent cannot trade, for want of features, no baseline may.
+    parts = [_from_first_trade(part, result) for part, result in zip(parts, own, strict=True)]
     if optimum is not None:
         before_each(OPTIMUM)
         results[OPTIMUM] = [backtest(optimum, bars, market, delay=delay)]
@@ -233,6 +239,12 @@ def agent_and_baselines(
     # The agent's decisions as they filled, so a delay is in them already.
     results[RANDOM] = each(lambda part, number: backtest(random_timing(own[number], part, draw), part, market))
     return {name: pooled(found) for name, found in results.items()}
+
+
+def _from_first_trade(bars: Bars, result: BacktestResult) -> Bars:
+    """The same bars, to be traded from the bar at whose close the result's first decision was made."""
+    first = datetime.fromtimestamp(int(result.time[0]) / 1000, UTC) - bars.frequency
+    return replace(bars, first=first) if first > bars.start else bars
 
 
 def _optimal_weights(run: TrainedRun, synthetic: SyntheticMarket, bars: Bars) -> np.ndarray:

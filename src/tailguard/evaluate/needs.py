@@ -1,0 +1,98 @@
+"""What training with some settings takes at the least, so that absurd ones are refused before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tailguard.config import RunConfig
+from tailguard.envs.trading import TradingEnv
+from tailguard.errors import ConfigError
+from tailguard.memory import free_memory, in_words
+from tailguard.models.agent import ActorCritic
+
+if TYPE_CHECKING:
+    from tailguard.models.agent import NetworkConfig
+
+NUMBER = 4
+"""Bytes of a float32."""
+OUTCOMES = 12
+"""Numbers that the environment says of each step, besides the weights."""
+
+
+BAR = 200
+"""Bytes that a bar of the synthetic market takes at the least: its columns, those it is made from, and its features."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that a part of training takes at the least."""
+
+    settings: str
+    """The settings that decide it, with their values."""
+    what: str
+    size: float
+    """Bytes."""
+    way_out: str
+
+
+def check_memory(config: RunConfig, env: TradingEnv) -> None:
+    """Refuse settings that cannot fit. The estimates are below what training really takes: nothing good is refused."""
+    device = config.training.device
+    _check(network_need(config, env), device)
+    _check(rollout_need(config, env, free_memory(device)), device)
+
+
+def check_synthetic(config: RunConfig) -> None:
+    """Refuse a synthetic market that cannot fit."""
+    bars = config.data.synthetic_bars
+    what = f"a synthetic market of {bars:,} bars"
+    _check(Need(f"data.synthetic_bars={bars}", what, float(BAR) * bars, "Make it smaller"), "cpu")
+
+
+def network_need(config: RunConfig, env: TradingEnv) -> Need:
+    """Weights, gradients and the optimiser's two moments."""
+    network = config.ppo.network
+    spread = {"quantile": f", quantiles={network.quantiles}", "categorical": f", atoms={network.atoms}"}
+    sizes = f"ppo.network: hidden={list(network.hidden)}, lstm_size={network.lstm_size}{spread.get(network.critic, '')}"
+    try:
+        with torch.device("meta"):  # shapes without memory
+            outline = ActorCritic(env.observation_size, env.action_space, network)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ConfigError(f"{sizes}: such a network cannot be built: {str(error).splitlines()[0]}") from error
+    count = sum(parameter.numel() for parameter in outline.parameters())
+    what = f"a network of {count:,} parameters, with gradients and the optimiser's moments,"
+    return Need(sizes, what, 4.0 * NUMBER * count, "Make the network smaller")
+
+
+def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
+    """What all accounts see, do and are told in the steps of one rollout, and the memories of the policy."""
+    accounts, steps, network = config.env.num_envs, config.ppo.n_steps, config.ppo.network
+    row = 2 * env.observation_size + env.task.market.assets + OUTCOMES + _critics(network)
+    each = float(NUMBER * (steps * row + 2 * network.lstm_size * (network.memory != "none")))
+    # Half of the memory: the update needs about as much again.
+    fitting = free / 2 / each
+    way_out = f"env.num_envs={int(fitting)} may fit" if fitting >= 1 else "Make ppo.n_steps smaller"
+    return Need(
+        f"env.num_envs={accounts}, ppo.n_steps={steps}",
+        f"a rollout of {accounts:,} accounts × {steps:,} steps",
+        each * accounts,
+        way_out,
+    )
+
+
+def _check(need: Need, device: str) -> None:
+    free = free_memory(device)
+    if need.size > free:
+        raise ConfigError(
+            f"{need.settings}: {need.what} takes at least {in_words(need.size)} of memory, and {in_words(free)} are "
+            f"free ({device}). {need.way_out}."
+        )
+
+
+def _critics(network: NetworkConfig) -> int:
+    """Numbers that the critics give for each step."""
+    spread = {"quantile": network.quantiles, "categorical": network.atoms, "scalar": 1}[network.critic]
+    return spread * (2 if network.twin_critics else 1)

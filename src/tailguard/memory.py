@@ -1,0 +1,94 @@
+"""How much memory there is, and one clear message where it is not enough."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tailguard.errors import ConfigError
+
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def in_words(size: float) -> str:
+    """Bytes as people write them: 61.3 GB."""
+    power = min(int(math.log10(max(size, 1)) // 3), len(_UNITS) - 1)
+    shown = size / 1000**power
+    places = 0 if power == 0 or shown >= 100 else 1
+    return f"{shown:,.{places}f} {_UNITS[power]}"
+
+
+def free_memory(device: str = "cpu") -> float:
+    """Bytes that can still be taken on the device; infinite where nobody tells.
+
+    On the CPU the least of what the machine has, the process may have (`ulimit`) and its container may have.
+    """
+    if device.startswith("cuda"):
+        import torch
+
+        return float(torch.cuda.mem_get_info(device)[0])
+    return min(_machine(), _process(), _container())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out: Python's own, or PyTorch's on a CPU or a GPU."""
+    text = str(error).lower()
+    said = "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
+
+
+@contextlib.contextmanager
+def told_when_out_of_memory(way_out: str) -> Iterator[None]:
+    """Turn an allocation that fails inside into a `ConfigError` that says how much was wanted and what helps."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        wanted = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ ?[KMGTP]?i?[Bb]\w*)", str(error))
+        asked = f" when {wanted[1]} more were asked for" if wanted else ""
+        raise ConfigError(f"out of memory{asked}. {way_out}") from error
+
+
+def _machine() -> float:
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+
+
+def _process() -> float:
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return math.inf
+    free = math.inf
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        allowed = resource.getrlimit(limit)[0]
+        if allowed != resource.RLIM_INFINITY:
+            taken = _kilobytes(Path("/proc/self/status"), used)
+            free = min(free, max(0.0, allowed - (0.0 if math.isinf(taken) else taken)))
+    return free
+
+
+def _container() -> float:
+    """What the control group leaves; pages of files are given back when they are needed, so they do not count."""
+    group = Path("/sys/fs/cgroup")
+    try:
+        allowed = (group / "memory.max").read_text().strip()
+        if allowed == "max":
+            return math.inf
+        used = int((group / "memory.current").read_text())
+        files = int(re.search(r"^file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+        return max(0.0, float(allowed) - used + files)
+    except (OSError, ValueError, TypeError):
+        return math.inf
+
+
+def _kilobytes(path: Path, name: str) -> float:
+    """The bytes of a line such as `MemAvailable:  123 kB`; infinite where there is none."""
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+        if found:
+            return 1024.0 * int(found[1])
+    return math.inf
