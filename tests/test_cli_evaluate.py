@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from tailguard import cli_evaluate
 from tailguard.cli import app as tailguard_app
 from tailguard.config import load_config
 from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.stress import scaled_costs
 from tailguard.runs.runner import train
 
@@ -82,6 +85,11 @@ def test_bars_never_seen_are_traded(folder: Path, tmp_path: Path) -> None:
     figures = json.loads(run("backtest", folder, "--data", other, "--noise", 0.1, "--json", "-"))
     expected = tg.backtest(tg.DistributionalPPO.load(folder / "agent"), tg.load_bars(other), noise=0.1)
     assert figures["results"]["agent"]["total_return"] == pytest.approx(expected.metrics["total_return"], abs=1e-12)
+    # A baseline may not trade the bars that the agent's features need to warm up.
+    bars = tg.load_bars(other)
+    late = replace(bars, first=bars.end_points[1] - len(expected.net) * bars.frequency)
+    held = tg.backtest(BuyAndHold(), late).metrics["total_return"]
+    assert figures["results"]["buy & hold"]["total_return"] == pytest.approx(held, abs=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,7 @@ def test_report_prints_the_verdict_and_where_the_page_is(folder: Path, tmp_path:
     page = tmp_path / "page.html"
     shown = run("report", folder, "--out", page, "--limit", "-0.02", "--horizon", "24h", "--trials", "7")
     assert shown.startswith("verdict  ")
+    assert "Trials: 7 (given by hand, --trials)" in page.read_text(encoding="utf-8")
     assert "With a limit of -2.0 %, the worst 5 % of days made" in shown
     assert f"report   {page}" in shown
     assert "tailguard train" in page.read_text(encoding="utf-8")
@@ -129,20 +138,60 @@ def test_report_prints_the_verdict_and_where_the_page_is(folder: Path, tmp_path:
             run("report", folder, *wrong)
 
 
-def test_an_agent_of_one_symbol_an_account_asks_for_the_symbol(tmp_path: Path) -> None:
+def test_each_symbol_in_accounts_of_its_own_from_training_to_the_report(tmp_path: Path) -> None:
     tg.make_market(1_200, assets=2, seed=2).save(tmp_path / "bars.parquet")
     settings = [f"data.path={tmp_path / 'bars.parquet'}", "data.features=[return_24]", "env.accounts=per_symbol"]
-    config = load_config(overrides=[*settings, *SMALL, *TINY])
-    bars = tg.load_bars(config.data.path)
-    split = tg.split_bars(bars, validation=0.15, test=0.15, embargo="1d")
-    env = tg.TradingEnv(split.train, num_envs=4, episode_length=16, features=["return_24"], accounts="per_symbol")
-    tg.DistributionalPPO(env, config.ppo).learn(64).save(tmp_path / "run" / "agent")
-    from tailguard.config import to_yaml
-
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    result = train(load_config(overrides=[*settings, *SMALL, *TINY]), tmp_path / "run", Console(quiet=True))
+    test = tg.split_bars(tg.load_bars(tmp_path / "bars.parquet"), validation=0.15, test=0.15, embargo="1d").test
+    alone = [tg.backtest(result.agent, test.select(symbol)).equity for symbol in ("SYN01", "SYN02")]
+    np.testing.assert_allclose(result.results["agent"].equity, np.mean(alone, axis=0), rtol=1e-12)
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert math.isfinite(line["eval/growth"])
+    both = json.loads(run("backtest", tmp_path / "run", "--json", "-"))["results"]
+    assert both["agent"]["total_return"] == pytest.approx(np.mean(alone, axis=0)[-1] - 1)
+    one = json.loads(run("backtest", tmp_path / "run", "--symbol", "SYN02", "--json", "-"))["results"]
+    assert one["agent"]["total_return"] == pytest.approx(alone[1][-1] - 1)
     with pytest.raises(ConfigError, match="one symbol an account; choose one of SYN01, SYN02 with --symbol SYN01"):
-        run("backtest", tmp_path / "run")
-    assert "agent" in run("backtest", tmp_path / "run", "--symbol", "SYN02")
+        run("report", tmp_path / "run")
+    assert run("report", tmp_path / "run", "--symbol", "SYN02").startswith("verdict  ")
+
+
+def test_trials_come_from_the_record_unless_they_are_given(folder: Path) -> None:
+    figures = json.loads(run("backtest", folder, "--json", "-"))
+    assert figures["trials"] == 1
+    record = folder.parent / "trials.jsonl"
+    (line,) = record.read_text().splitlines()
+    mine = json.loads(line)
+    assert mine["sharpe"] == pytest.approx(figures["results"]["agent"]["sharpe"])
+    others = [mine | {"config": f"{number:064d}", "sharpe": float(number)} for number in range(6)]
+    record.write_text("".join(json.dumps(each) + "\n" for each in (mine, *others)))
+    try:
+        more = json.loads(run("backtest", folder, "--json", "-"))
+        assert more["trials"] == 7
+        assert more["deflated_sharpe"] < figures["deflated_sharpe"]
+        assert json.loads(run("backtest", folder, "--json", "-", "--trials", 40))["trials"] == 40
+        shown = " ".join(run("backtest", folder).split())
+        assert f"trials {record} has 7 trainings that were tested on these bars" in shown
+        # Bars that nothing was chosen by.
+        assert json.loads(run("backtest", folder, "--split", "validation", "--json", "-"))["trials"] is None
+    finally:
+        record.write_text(line + "\n")
+
+
+def test_a_limit_on_falls_is_judged_in_words(folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shown = run("report", folder, "--out", page, "--limit", "-0.3", "--horizon", "24h", "--outcome", "drawdown")
+    assert "With a limit of -30.0 %, the worst 5 % of days had a deepest fall from their high of -" in shown
+    assert "the risk budget was kept" in shown
+    assert "deepest fall within days" in page.read_text(encoding="utf-8")
+
+
+def test_a_report_without_a_browser_says_what_is_missing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="--pdf and --png need a browser, and none was found"):
+        run("report", folder, "--pdf")
 
 
 def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

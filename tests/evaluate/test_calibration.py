@@ -152,3 +152,40 @@ def test_impossible_budgets_are_refused() -> None:
         risk_budget(np.ones(100), 0.04, np.random.default_rng(0))
     with pytest.raises(ConfigError, match="horizon: 168"):
         risk_budget(np.ones(100), -0.04, np.random.default_rng(0), horizon=168)
+
+
+def true_fall(deviation: float, horizon: int, alpha: float) -> float:
+    """CVaR of the deepest fall within windows of a driftless walk, by simulation."""
+    steps = np.random.default_rng(0).normal(0, deviation, (100_000, horizon))
+    equity = np.cumprod(np.hstack([np.ones((len(steps), 1)), 1 + steps]), axis=1)
+    falls = (equity / np.maximum.accumulate(equity, axis=1)).min(1) - 1
+    return float(np.sort(falls)[: round(alpha * len(falls))].mean())
+
+
+def test_falls_are_judged_by_the_deepest_one_in_each_window() -> None:
+    equity = equity_of(0.002, 8)
+    truth = true_fall(0.002, 24, 0.05)
+    kept, broken = (
+        risk_budget(equity, limit, np.random.default_rng(0), horizon=24, outcome="drawdown")
+        for limit in (1.4 * truth, 0.7 * truth)
+    )
+    assert kept.verdict == Verdict.KEPT
+    assert broken.verdict == Verdict.BROKEN
+    assert kept.cvar.estimate == pytest.approx(truth, rel=0.1)
+    assert kept.cvar.low < truth < kept.cvar.high
+    # A window's deepest fall is at least as deep as its loss.
+    assert kept.cvar.estimate < risk_budget(equity, -0.03, np.random.default_rng(0), horizon=24).cvar.estimate
+    with pytest.raises(ConfigError, match="outcome"):
+        risk_budget(equity, -0.03, np.random.default_rng(0), outcome="loss")
+
+
+@pytest.mark.slow
+def test_the_interval_of_falls_covers_the_truth_as_often_as_it_says() -> None:
+    truth, inside = true_fall(0.01, 24, 0.05), 0
+    for seed in range(200):
+        steps = np.random.default_rng(1_000 + seed).normal(0, 0.01, 3_000)
+        equity = np.cumprod(np.concatenate([[1.0], 1 + steps]))
+        draw = np.random.default_rng(seed)
+        found = risk_budget(equity, -0.04, draw, horizon=24, outcome="drawdown", resamples=500).cvar
+        inside += found.low <= truth <= found.high
+    assert 0.90 <= inside / 200 <= 0.99

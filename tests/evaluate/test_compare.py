@@ -12,6 +12,7 @@ from rich.console import Console
 from tailguard.errors import ConfigError
 from tailguard.evaluate.bootstrap import paired_difference, sharpe_statistic
 from tailguard.evaluate.compare import Comparison, compare_runs, comparison_page, print_comparison
+from tailguard.evaluate.significance import backtest_overfitting
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_runs_on_the_same_bars_are_paired_and_others_are_not(comparison: Compari
 def test_the_settings_that_differ_are_shown_and_no_others(comparison: Comparison) -> None:
     assert comparison.differing == {"ppo.gamma": ("0.95", "0.9", "0.95"), "training.seed": ("0", "0", "5")}
     assert comparison.seeds is None
-    assert "--trials 3" in comparison.notes()[1]
+    assert "takes all trials that were made on its bars into account" in comparison.notes()[1]
 
 
 def test_seeds_alone_give_an_interquartile_mean(run_folder: Path, other_market: Path) -> None:
@@ -51,6 +52,19 @@ def test_seeds_alone_give_an_interquartile_mean(run_folder: Path, other_market: 
     assert found.seeds is not None
     assert found.seeds.iqm == pytest.approx(np.mean([entry.sharpe.estimate for entry in found.entries]))
     assert "fewer than five seeds" in found.notes()[1]
+
+
+def test_choosing_the_best_of_runs_on_the_same_bars_is_judged(
+    run_folder: Path, other_folder: Path, comparison: Comparison
+) -> None:
+    found = compare_runs([run_folder, other_folder])
+    returns = np.stack([entry.result.net for entry in found.entries], axis=1)
+    assert found.overfitting is not None
+    assert found.overfitting.probability == backtest_overfitting(returns).probability
+    assert found.notes()[-1].startswith(
+        f"Probability of backtest overfitting: {100 * found.overfitting.probability:.0f}"
+    )
+    assert comparison.overfitting is None  # one of the three met other bars
 
 
 def test_the_terminal_shows_every_run_with_its_interval(comparison: Comparison) -> None:

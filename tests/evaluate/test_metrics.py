@@ -174,3 +174,14 @@ def test_a_backtests_figures_come_from_its_books(bars) -> None:
     assert figures["turnover_per_day"] == pytest.approx(result.turnover.sum() / (1_199 / 24))
     assert figures["cost_fee_per_year"] == pytest.approx(0.0005 * result.turnover.sum() / (1_199 / HOURS))
     assert figures["sharpe"] == pytest.approx(result.net.mean() / result.net.std(ddof=1) * math.sqrt(HOURS))
+
+
+def test_the_deepest_fall_within_each_window_is_that_of_the_window_alone() -> None:
+    draw = np.random.default_rng(4)
+    equity = np.cumprod(1 + draw.normal(0, 0.05, 300))
+    found = metrics.horizon_drawdowns(equity, 20)
+    assert found.shape == (280,)
+    expected = [metrics.max_drawdown(equity[start : start + 21]) for start in range(280)]
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(metrics.horizon_drawdowns(equity, 1), np.minimum(equity[1:] / equity[:-1] - 1, 0))
+    assert (metrics.horizon_drawdowns(np.array([1.0, 0.0, 0.0, 0.0]), 1) == [-1, 0, 0]).all()

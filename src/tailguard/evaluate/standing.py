@@ -78,11 +78,19 @@ def standing(
         before_each(f"intervals: {name}")
         sharpes[name] = interval(result.net, statistic, np.random.default_rng(seed))
         if name not in (AGENT, OPTIMUM):
-            beaten[name] = paired_difference(own.net, result.net, statistic, np.random.default_rng(seed))
+            beaten[name] = _ahead(own, result, seed)
         judged = None if budget is None else judge_budget(result, budget, seed)
         if judged is not None:
             budgets[name] = judged
     return Standing(results, sharpes, beaten, budgets)
+
+
+def _ahead(first: BacktestResult, second: BacktestResult, seed: int) -> Interval:
+    """The first one's Sharpe ratio less the second's, over the bars that both traded."""
+    # After a gap an agent waits for its features, and a baseline does not.
+    _, mine, theirs = np.intersect1d(first.time, second.time, return_indices=True)
+    statistic = sharpe_statistic(first.bars_per_year)
+    return paired_difference(first.net[mine], second.net[theirs], statistic, np.random.default_rng(seed))
 
 
 def judge_budget(result: BacktestResult, budget: Budget, seed: int = 0) -> RiskBudget | None:
