@@ -18,7 +18,7 @@ from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.report.verdict import budget_in_words
+from tailguard.evaluate.report.verdict import budget_in_words, window_in_words
 from tailguard.evaluate.standing import Standing, own_budget, standing
 from tailguard.evaluate.table import growth, p_value, print_standing
 from tailguard.evaluate.trained import (
@@ -218,7 +218,11 @@ def describe_risk(agent: DistributionalPPO) -> str:
     if agent.risk is None:
         return "no risk budget"
     risk = agent.risk.config
-    what = {"episode": f"{agent.risk.horizon}-bar episodes", "drawdown": "drawdowns", "bar": "bars"}[risk.measure]
+    episodes = f"{agent.risk.horizon}-bar episodes"
+    if agent.spec is not None:
+        named = window_in_words(agent.risk.horizon, 365.25 * 86_400_000 / agent.spec.frequency_ms)
+        episodes = episodes if named.startswith("windows") else named
+    what = {"episode": episodes, "drawdown": f"drawdowns within {episodes}", "bar": "bars"}[risk.measure]
     if risk.limit is None:
         return f"risk-averse: mean − {risk.penalty:g} × loss of the worst {100 * risk.alpha:g} % of {what}"
     return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average"
