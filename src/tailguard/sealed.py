@@ -118,7 +118,8 @@ def read_regular(path: Path, largest: int) -> bytes:
         if found.st_size > largest:
             raise CheckpointError(f"{path}: {found.st_size:,} bytes; at most {largest:,} are read")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read(largest + 1)
+            # Not `largest`: so much memory would be taken first, however small the file is.
+            return file.read(found.st_size + 1)
     finally:
         os.close(descriptor)
 
