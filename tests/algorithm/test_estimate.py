@@ -78,7 +78,7 @@ def reference_values(learner: DistributionalPPO, rollout: Rollout, critic: int) 
                 state = reference.nothing()
             values[t, n], state = reference.read(scaled(rollout.obs[t, n]), state)
             last = rollout.ended[t, n] or t == rows - 1
-            following = rollout.final_obs[t][n] if last else rollout.obs[t + 1, n]
+            following = rollout.final_obs[rollout.final_rows.index(t), n] if last else rollout.obs[t + 1, n]
             successors[t, n], _ = reference.read(scaled(following), state)
     return values, successors
 

@@ -202,7 +202,7 @@ def test_the_learning_rate_schedule_sets_the_step(make_learner: Any) -> None:
     # Adam moves a parameter by no more than about the rate in a step; there are 6 in an iteration.
     for step, rate in zip(steps[1:], rates[1:], strict=True):
         assert 0.5 * rate < step < 12 * rate
-    assert learner.optimizer.param_groups[0]["lr"] is learner.learning_rate
+    assert learner.optimizer.param_groups[0]["lr"] is learner.hyper.learning_rate
 
 
 def test_the_clip_range_schedule_reaches_the_surrogate(make_learner: Any, make_witness: Any) -> None:
@@ -291,10 +291,12 @@ def test_the_gradient_is_clipped_to_its_norm_or_not_at_all(make_learner: Any, ma
     minibatch_loss(learner.agent, witness.batch, hyper, learner.config).total.backward()  # type: ignore[no-untyped-call]
     free = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
     figures = learner._accumulate(witness.batch, everything, hyper, True)
-    clipped = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
     norm = float(free.double().square().sum().sqrt())
     assert norm > 1
     assert float(figures["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert float(figures["train/grad_norm_clipped"]) == pytest.approx(limit if limit > 0 else norm, rel=1e-5)
+    learner._step(figures["train/grad_norm"])
+    clipped = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
     torch.testing.assert_close(clipped, free * (limit / norm if limit > 0 else 1.0), atol=1e-7, rtol=1e-4)
 
 

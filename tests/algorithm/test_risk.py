@@ -40,15 +40,9 @@ def make(bars: Any, risk: RiskConfig | None, **options: Any) -> DistributionalPP
 
 def gradients(learner: DistributionalPPO) -> dict[str, Tensor]:
     """Of all samples of the first rollout, which is the same for learners that start alike."""
-    from tailguard.algorithm.estimate import estimate, look
-    from tailguard.algorithm.rollout import collect
-
-    start = learner._begin()
-    rollout, _ = collect(learner.agent, learner.env, start, learner._observation_scale(), 16, learner.generator)
-    learner.return_moments.update(rollout.rewards, rollout.valid)
-    views, _ = look(learner.agent, rollout, learner.return_moments, learner.config.estimates)
-    estimates = estimate(views, rollout, learner.config.estimates, learner.generator)
-    batch, _ = learner._prepare(rollout, estimates)
+    learner.state.carry = learner._begin()
+    batch = learner._prepare(learner._collect(), usable=True).batch
+    assert batch is not None
     found = minibatch_loss(learner.agent, batch, learner._hyper(), learner.config)
     learner.optimizer.zero_grad(set_to_none=False)
     found.total.backward()  # type: ignore[no-untyped-call]

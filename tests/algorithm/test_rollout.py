@@ -29,9 +29,9 @@ def test_rows_are_what_the_environment_said(make_learner: Any, scripted_env: Any
     assert torch.equal(after.obs, env.obs[24])
     assert torch.equal(after.episode_start, env.ended[23])
     assert rollout.inner_resets
-    for row, final in rollout.final_obs.items():
+    for row, final in zip(rollout.final_rows, rollout.final_obs, strict=True):
         assert torch.equal(final, torch.where(env.ended[row].unsqueeze(-1), env.last_obs[row], env.obs[row + 1]))
-    assert set(rollout.final_obs) == {*env.ended[:12].any(-1).nonzero().flatten().tolist(), 11}
+    assert rollout.final_rows == tuple(sorted({*env.ended[:12].any(-1).nonzero().flatten().tolist(), 11}))
 
 
 def test_actions_come_from_the_stored_distribution_and_reach_the_environment(

@@ -124,7 +124,8 @@ def test_a_restored_agent_goes_on_bit_by_bit(
         for name, value in everything_in(learner).items():
             assert torch.equal(found[name], value), name
         for name, value in flat_tensors(capture(learner)["state"]):
-            assert torch.equal(dict(flat_tensors(capture(resumed)["state"]))[name], value), name
+            resumed_value = dict(flat_tensors(capture(resumed)["state"]))[name]
+            torch.testing.assert_close(resumed_value, value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def test_an_untrained_agent_can_be_saved(

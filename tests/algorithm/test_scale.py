@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import look
-from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, move_return_scale
+from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
 from tailguard.models.critics import CategoricalCritic
 
 
@@ -37,8 +37,11 @@ def test_raw_predictions_survive_a_move_of_the_scale(
     assert abs(float(change.std_ratio) - 1) > 0.2
     assert float(change.mean_shift) > 0.5
     wrong = raw_predictions(learner, witness)
-    relaid = move_return_scale(learner.agent, learner.optimizer, change)
-    assert relaid == 0
+    move_return_scale(learner.agent, learner.optimizer, change)
+    drift = support_drift(learner.agent)
+    assert (drift is not None) == (critic == "categorical")
+    assert drift is None or float(drift) < SUPPORT_DRIFT_LIMIT
+    assert lay_supports(learner.agent, learner.optimizer) == 0
     after = raw_predictions(learner, witness)
     for old, new, without in zip(before, after, wrong, strict=True):
         assert old.std() > 0.01
@@ -55,12 +58,21 @@ def test_a_support_far_off_its_returns_is_laid_anew(make_learner: Any, make_witn
     heads = [critic.distribution for critic in learner.agent.each_critic()]
     before = raw_predictions(learner, witness)
     change = learner.return_moments.update(torch.tensor([-5.0, 5.0]).repeat(1000))
-    assert move_return_scale(learner.agent, learner.optimizer, change) == 2
+    move_return_scale(learner.agent, learner.optimizer, change)
+    moved = raw_predictions(learner, witness)
+    for old, new in zip(before, moved, strict=True):
+        torch.testing.assert_close(new, old, atol=1e-6 * float(change.new_std), rtol=1e-6)
+    drift = support_drift(learner.agent)
+    assert drift is not None
+    assert float(drift) > SUPPORT_DRIFT_LIMIT
+    assert lay_supports(learner.agent, learner.optimizer) == 2
     for head in heads:
         assert isinstance(head, CategoricalCritic)
         assert float(head.support_drift()) == 0.0
         assert head.support.tolist() == [-10.0, 10.0]
-        assert not learner.optimizer.state.get(head.layer.weight)
+        for parameter in (head.layer.weight, head.layer.bias):
+            assert learner.optimizer.state[parameter]
+            assert not any(value.any() for value in learner.optimizer.state[parameter].values())
     after = raw_predictions(learner, witness)
     for old, new in zip(before[:2], after[:2], strict=True):  # the scalar head is not concerned
         torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)

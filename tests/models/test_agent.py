@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tailguard.envs.protocol import Box, Discrete
 from tailguard.models.actions import CategoricalHead, GaussianHead
-from tailguard.models.agent import ActorCritic, AgentState, NetworkConfig
+from tailguard.models.agent import ActorCritic, AgentState, NetworkConfig, _each_successor, _some_successors
 from tailguard.models.critics import CategoricalCritic, QuantileCritic
 
 BOX = Box(torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 3.0]))
@@ -111,9 +111,9 @@ def test_looking_reads_each_successor_once_from_the_state_after_its_row(options:
     starts[0] = torch.tensor([True, False, False, True, False])
     draw = torch.Generator().manual_seed(7)
     boundaries = sorted({*(starts[1:].any(-1).nonzero().flatten()).tolist(), 8})
-    final = {row: torch.randn(5, 4, generator=draw) for row in boundaries}
+    final = torch.randn(len(boundaries), 5, 4, generator=draw)
     state = random_state(agent, 5)
-    outputs, successors, after = agent.evaluate(obs, final, state, starts)
+    outputs, successors, after = agent.evaluate(obs, final, boundaries, state, starts)
     plain = agent(obs, state, starts)
     for found, expected in zip(outputs, plain.critics, strict=True):
         torch.testing.assert_close(found.value, expected.value, atol=1e-6, rtol=1e-5)
@@ -121,18 +121,21 @@ def test_looking_reads_each_successor_once_from_the_state_after_its_row(options:
         assert not found.value.requires_grad
         torch.testing.assert_close(found.distribution, expected.distribution, atol=1e-6, rtol=1e-5)
     never = torch.zeros(1, 5, dtype=torch.bool)
-    for row in boundaries:
-        longer = torch.cat((obs[: row + 1], final[row].unsqueeze(0)))
+    for place, row in enumerate(boundaries):
+        longer = torch.cat((obs[: row + 1], final[place].unsqueeze(0)))
         expected_rows = agent(longer, state, torch.cat((starts[: row + 1], never))).critics
         for found_rows, critic in zip(successors, expected_rows, strict=True):
-            torch.testing.assert_close(found_rows[row].value, critic.value[-1], atol=1e-6, rtol=1e-5)
-            torch.testing.assert_close(found_rows[row].distribution, critic.distribution[-1], atol=1e-6, rtol=1e-5)
+            assert found_rows.distribution is not None
+            assert found_rows.value.shape[0] == len(boundaries)
+            torch.testing.assert_close(found_rows.value[place], critic.value[-1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(found_rows.distribution[place], critic.distribution[-1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(found_rows.features[place], critic.features[-1], atol=1e-6, rtol=1e-5)
     for index, (before, now) in enumerate(zip(state, after, strict=True)):
         read = index in agent.critic_trunks
         for old, new in zip(before, now, strict=True):
             assert torch.equal(old, new) != read
     # The states after the last row are those of the rows, not of the successors.
-    again, _, _ = agent.evaluate(obs[:3], {2: obs[2]}, after, starts[:3])
+    again, _, _ = agent.evaluate(obs[:3], obs[2:3], [2], after, starts[:3])
     twice = agent(torch.cat((obs, obs[:3])), state, torch.cat((starts, starts[:3])))
     torch.testing.assert_close(again[0].value, twice.critics[0].value[9:], atol=1e-6, rtol=1e-5)
 
@@ -189,3 +192,37 @@ def test_a_nan_does_not_outlive_its_episode_nor_leave_its_environment() -> None:
     assert spoiled[2:5, 1].all()
     spoiled[2:5, 1] = False
     assert not spoiled.any()
+
+
+# --- two ways to read successors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["all rows", "some rows", "the last row"])
+@pytest.mark.parametrize("options", [{}, {"lstm_layers": 2}, {"memory": "none"}])
+def test_wide_devices_read_the_same_successors(options: dict[str, Any], which: str) -> None:
+    """One step of K · N environments against one fused call between any two boundaries, to rounding in float64."""
+    trunk = make(**options).double().each_trunk()[0]
+    draw = torch.Generator().manual_seed(4)
+    obs = torch.randn(7, 5, 4, generator=draw, dtype=torch.float64)
+    starts = torch.zeros(7, 5, dtype=torch.bool)
+    starts[0] = torch.tensor([True, False, False, True, False])
+    final_rows = {"all rows": list(range(7)), "some rows": [1, 2, 6], "the last row": [6]}[which]
+    for row in final_rows[:-1]:  # an episode ends after the row, in some environment
+        starts[row + 1] = torch.rand(5, generator=draw) < 0.5
+    final = torch.randn(len(final_rows), 5, 4, generator=draw, dtype=torch.float64)
+    state = tuple(torch.randn(part.shape, generator=draw).double() for part in trunk.memory.initial_state(5))
+    with torch.no_grad():
+        wide = _each_successor(trunk, obs, final, final_rows, state, starts)
+        narrow = _some_successors(trunk, obs, final, final_rows, state, starts)
+    for found, expected in zip((*wide[:2], *wide[2]), (*narrow[:2], *narrow[2]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert wide[0].shape == (7, 5, trunk.output_size)
+    assert wide[1].shape == (len(final_rows), 5, trunk.output_size)
+    # Each successor by itself: the rows up to its own, and then it.
+    for place, row in enumerate(final_rows):
+        for n in range(5):
+            own = torch.cat((obs[: row + 1, n : n + 1], final[place, n].reshape(1, 1, -1)))
+            begins = torch.cat((starts[: row + 1, n : n + 1], torch.zeros(1, 1, dtype=torch.bool)))
+            with torch.no_grad():
+                alone, _ = trunk.sequence(own, tuple(part[:, n : n + 1] for part in state), begins)
+            torch.testing.assert_close(wide[1][place, n], alone[-1, 0], rtol=0, atol=1e-12)

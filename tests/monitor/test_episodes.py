@@ -47,19 +47,23 @@ def test_returns_and_lengths_are_those_of_a_loop_however_the_rows_are_cut(
     for first, last in pairwise(edges):
         part = slice(first, last)
         tracker.add(rewards[part], ended[part], valid[part], {"pnl": pnl[part]})
-    found = [(episode["return"], episode["length"], episode["pnl"]) for episode in tracker.finished]
-    assert tracker.count == len(expected)
-    assert len(found) == min(len(expected), WINDOW)
-    for ours, theirs in zip(found, expected[-WINDOW:], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert int(tracker.count) == len(expected)
+    lasting = range(max(0, len(expected) - WINDOW), len(expected))
+    for number in lasting:
+        assert tracker.kept[number % WINDOW].tolist() == pytest.approx(expected[number], rel=1e-6, abs=1e-6)
+    assert tracker.kept[len(lasting) : WINDOW].isnan().all()
+    means = np.mean(expected[-WINDOW:], axis=0) if expected else [math.nan] * 3
+    found = [float(tracker.figures()[name]) for name in ("return", "length", "pnl")]
+    assert found == pytest.approx(list(means), rel=1e-6, abs=1e-6, nan_ok=True)
 
 
 def test_means_cover_the_last_hundred_episodes() -> None:
     tracker = EpisodeTracker(1, torch.device("cpu"))
-    assert math.isnan(tracker.mean("return"))
+    assert all(figure.isnan() for figure in tracker.figures().values())
     ends = torch.ones(250, 1, dtype=torch.bool)
     tracker.add(torch.arange(250.0).unsqueeze(1), ends, ends, {})
-    assert tracker.count == 250
-    assert tracker.mean("return") == pytest.approx(np.mean(np.arange(150, 250)))
-    assert tracker.mean("length") == 1.0
-    assert math.isnan(tracker.mean("pnl"))
+    assert int(tracker.count) == 250
+    figures = tracker.figures()
+    assert float(figures["return"]) == pytest.approx(np.mean(np.arange(150, 250)))
+    assert float(figures["length"]) == 1.0
+    assert figures["pnl"].isnan()
