@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tailguard.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 """Version of the layout; a reader refuses every other one."""
 MANIFEST = "manifest.json"
 VALUES = "values"

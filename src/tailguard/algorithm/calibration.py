@@ -43,18 +43,23 @@ class PredictedReturns:
         tails = torch.stack([view.next_baseline for view in estimates.views]).mean(0)
         ended = rollout.ended & rollout.valid
         ranks, counted = [], []
+        quantiles, earned, discount, known = self.quantiles, self.earned, self.discount, self.known
         for row in range(len(predicted)):
             start = rollout.episode_start[row]
-            self.quantiles = torch.where(start.unsqueeze(-1), predicted[row], self.quantiles)
-            self.earned = torch.where(start, 0.0, self.earned)
-            self.discount = torch.where(start, 1.0, self.discount)
-            self.known = self.known | start
-            self.earned = self.earned + self.discount * rollout.rewards[row]
-            self.discount = self.discount * self.gamma
+            quantiles = torch.where(start.unsqueeze(-1), predicted[row], quantiles)
+            earned = torch.where(start, 0.0, earned)
+            discount = torch.where(start, 1.0, discount)
+            known = known | start
+            earned = earned + discount * rollout.rewards[row]
+            discount = discount * self.gamma
             rest = torch.where(rollout.terminated[row], 0.0, tails[row])
-            realised = self.earned + self.discount * rest
-            ranks.append((self.quantiles < realised.unsqueeze(-1)).float().mean(-1))
-            counted.append(ended[row] & self.known)
+            realised = earned + discount * rest
+            ranks.append((quantiles < realised.unsqueeze(-1)).float().mean(-1))
+            counted.append(ended[row] & known)
+        self.quantiles.copy_(quantiles)
+        self.earned.copy_(earned)
+        self.discount.copy_(discount)
+        self.known.copy_(known)
         self.ranks.add(torch.stack(ranks), torch.stack(counted))
 
     def figures(self, alpha: float) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tailguard.algorithm.estimate import Baseline, DistributionTarget, EstimateConfig
+from tailguard.algorithm.runtime import RuntimeKind
 from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
 from tailguard.algorithm.value_losses import ClipMode, ValueClip
 from tailguard.errors import ConfigError
@@ -94,6 +95,9 @@ class PPOConfig:
     """Bound of scaled observations, in standard deviations; without scaling there is no bound."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    runtime: RuntimeKind = "auto"
+    """How iterations run: eager, compile, graph (compiled, and recorded as CUDA graphs), or auto: graph on a GPU where
+    everything can be recorded, eager elsewhere."""
     monitor: bool = True
     """Compute the figures of health (gradients, memories, distribution, trading) and raise alarms."""
     upgd: UPGDConfig = field(default_factory=UPGDConfig)
@@ -117,6 +121,7 @@ class PPOConfig:
         check_choice("ppo.twin_mode", self.twin_mode, get_args(TwinMode))
         check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
         check_choice("ppo.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        check_choice("ppo.runtime", self.runtime, get_args(RuntimeKind))
         check_choice("ppo.value_clip", self.value_clip, get_args(ClipMode))
         for name in ("value_coef", "distribution_coef", "huber_kappa", "entropy_floor", "kl_penalty", "weight_decay"):
             check_range(f"ppo.{name}", getattr(self, name), low=0)

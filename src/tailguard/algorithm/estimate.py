@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.rollout import Rollout
-from tailguard.models.agent import ActorCritic, AgentState, CriticOutput
+from tailguard.models.agent import ActorCritic, AgentState, CriticOutput, ReturnCritic
 from tailguard.models.critics import TwinMode, combine_quantiles, combine_values, twin_pessimism
 from tailguard.returns import RunningMoments, draw_continuations, gae, lambda_returns, sr_lambda_targets
 
@@ -45,8 +45,8 @@ class CriticView:
     quantiles: Tensor | None
     """Midpoint quantiles of the return, [T, N, Q]."""
     next_quantiles: Tensor | None
-    final: CriticOutput
-    """What the critic says of the last row's true successor, [N, ...]."""
+    final_features: Tensor
+    """What the critic's heads read of the last row's true successor, [N, H]."""
 
 
 @dataclass(frozen=True)
@@ -71,39 +71,49 @@ def look(
     agent: ActorCritic, rollout: Rollout, scale: RunningMoments, config: EstimateConfig
 ) -> tuple[tuple[CriticView, ...], AgentState]:
     """Let every critic read the rollout; returns what they said and the trunks' states after the last row."""
-    final_obs = {row: rollout.scale(obs) for row, obs in rollout.final_obs.items()}
+    rows = list(rollout.final_rows)
     outputs, successors, after = agent.evaluate(
-        rollout.scaled_obs, final_obs, rollout.start_state, rollout.episode_start
+        rollout.scaled_obs, rollout.scale(rollout.final_obs), rows, rollout.start_state, rollout.episode_start
     )
     views = []
-    for critic, output, next_outputs in zip(agent.each_critic(), outputs, successors, strict=True):
-
-        def read(found: CriticOutput) -> tuple[Tensor, Tensor, Tensor | None]:
-            """Value, baseline and quantiles in raw units."""
-            value = scale.denormalise(critic.value.mean(found.value))  # noqa: B023 (called in this turn of the loop)
-            head = critic.distribution  # noqa: B023
-            if head is None or found.distribution is None:
-                return value, value, None
-            quantiles = scale.denormalise(head.quantiles(found.distribution, config.quantiles))
-            mean = scale.denormalise(head.mean(found.distribution))
-            return value, (mean if config.baseline == "distribution" else value), quantiles
-
-        value, baseline, quantiles = read(output)
-        next_baseline = _shift(baseline)
-        next_quantiles = None if quantiles is None else _shift(quantiles)
-        for row, found in next_outputs.items():
-            _, at_row, quantiles_at_row = read(found)
-            next_baseline[row] = at_row
-            if next_quantiles is not None and quantiles_at_row is not None:
-                next_quantiles[row] = quantiles_at_row
-        final = next_outputs[max(next_outputs)]
-        views.append(CriticView(output, value, baseline, next_baseline, quantiles, next_quantiles, final))
+    for critic, output, following in zip(agent.each_critic(), outputs, successors, strict=True):
+        value, baseline, quantiles = _read(critic, output, scale, config)
+        _, next_baseline, next_quantiles = _read(critic, following, scale, config)
+        views.append(
+            CriticView(
+                output,
+                value,
+                baseline,
+                _next(baseline, next_baseline, rows),
+                quantiles,
+                None if quantiles is None or next_quantiles is None else _next(quantiles, next_quantiles, rows),
+                following.features[-1],
+            )
+        )
     return tuple(views), after
 
 
-def _shift(rows: Tensor) -> Tensor:
-    """Row t + 1 in the place of row t; the last row, which has no successor here, is filled in by the caller."""
-    return torch.cat((rows[1:], rows[-1:]))
+def _read(
+    critic: ReturnCritic, found: CriticOutput, scale: RunningMoments, config: EstimateConfig
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Value, baseline and quantiles in raw units."""
+    value = scale.denormalise(critic.value.mean(found.value))
+    head = critic.distribution
+    if head is None or found.distribution is None:
+        return value, value, None
+    quantiles = scale.denormalise(head.quantiles(found.distribution, config.quantiles))
+    if config.baseline == "scalar":
+        return value, value, quantiles
+    return value, scale.denormalise(head.mean(found.distribution)), quantiles
+
+
+def _next(rows: Tensor, final: Tensor, final_rows: list[int]) -> Tensor:
+    """What follows each row, [T, ...]: the row after it, and `final` [K, ...] where an episode may have ended."""
+    if len(final_rows) == len(rows):
+        return final
+    following = torch.cat((rows[1:], rows[-1:]))
+    following[final_rows] = final
+    return following
 
 
 @torch.no_grad()

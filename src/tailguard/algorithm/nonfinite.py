@@ -70,15 +70,30 @@ def check_rollout(rollout: Rollout, learner: DistributionalPPO) -> bool:
     return True
 
 
+def finite_inputs(rollout: Rollout) -> Tensor:
+    """Whether all that the environments gave is finite, a bool on the device; `check_rollout` names what is not."""
+    return torch.stack([values.isfinite().all() for _, _, values in _inputs(rollout)]).all()
+
+
+def not_finite_in_graph(learner: DistributionalPPO) -> NonFiniteError:
+    """What to raise after an iteration that was recorded, where minibatches are not looked at one by one."""
+    return NonFiniteError(
+        f"step {learner.num_timesteps:,}: a loss or gradient of the last iteration is not finite, and the weights are "
+        "spoilt. Go on from the last checkpoint with ppo.runtime=eager to see which one it is, lower the learning rate "
+        "or max_grad_norm, or set on_nonfinite to skip to leave such minibatches out."
+    )
+
+
 def _inputs(rollout: Rollout) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     """What the environments gave: a name, the numbers of the rows, and the values, [rows, N, columns]."""
     everywhere = range(len(rollout.rewards))
     yield "reward", everywhere, rollout.rewards.unsqueeze(-1)
     yield "observation", everywhere, rollout.obs
-    rows = list(rollout.final_obs)
+    rows = list(rollout.final_rows)
     # The last state of an episode that terminated is worth nothing, whatever it looks like.
-    unused = rollout.terminated[rows].unsqueeze(-1)
-    yield "final observation", rows, torch.stack(list(rollout.final_obs.values())).masked_fill(unused, 0.0)
+    terminated = rollout.terminated if len(rows) == len(everywhere) else rollout.terminated[rows]
+    unused = terminated.unsqueeze(-1)
+    yield "final observation", rows, rollout.final_obs.masked_fill(unused, 0.0)
 
 
 def _stop_or_skip(what: str, place: str, learner: DistributionalPPO) -> bool:

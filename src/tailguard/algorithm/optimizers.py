@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,14 @@ def make_optimizer(
     """The optimiser that the config names; it holds the `learning_rate` tensor itself."""
     if config.optimizer in ("adam", "adamw"):
         kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-        return kind(parameters, lr=learning_rate, eps=ADAM_EPS, weight_decay=config.weight_decay, fused=True)
+        return kind(
+            parameters,
+            lr=learning_rate,
+            eps=ADAM_EPS,
+            weight_decay=config.weight_decay,
+            fused=True,
+            capturable=learning_rate.is_cuda,
+        )
     shared: dict[str, Any] = {
         "weight_decay": config.weight_decay,
         "beta_utility": config.upgd.beta_utility,
@@ -66,6 +73,22 @@ def optimizer_figures(optimizer: torch.optim.Optimizer, scaler: VarianceGradient
     """`upgd/*` and `vgs/*`, as far as they are there."""
     gates = optimizer.figures() if isinstance(optimizer, UtilityOptimizer) else {}
     return gates | ({} if scaler is None else scaler.figures())
+
+
+def unless(stopped: Tensor, change: Callable[[], None], values: list[Tensor]) -> None:
+    """Change `values` in place, and leave them as they were where `stopped`, a bool on the device, holds.
+
+    The change is made in any case, and taken back where it must not be, so that nobody has to look.
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for value in values:
+        kinds.setdefault(value.dtype, []).append(value)
+    before = {dtype: torch.cat([value.flatten() for value in group]) for dtype, group in kinds.items()}
+    change()
+    for dtype, group in kinds.items():
+        after = torch.cat([value.flatten() for value in group])
+        parts = torch.split(torch.where(stopped, before[dtype], after), [value.numel() for value in group])
+        torch._foreach_copy_(group, [part.view_as(value) for part, value in zip(parts, group, strict=True)])
 
 
 class OptimizerState:

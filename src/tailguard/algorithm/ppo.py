@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,22 +18,33 @@ from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_cal
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
 from tailguard.algorithm.losses import masked_mean
-from tailguard.algorithm.nonfinite import check_finite, check_gradient, check_rollout
-from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler, optimizer_figures
+from tailguard.algorithm.nonfinite import (
+    check_finite,
+    check_gradient,
+    check_rollout,
+    finite_inputs,
+    not_finite_in_graph,
+)
+from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler, optimizer_figures, unless
 from tailguard.algorithm.risk import RiskBudget
-from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, collect
-from tailguard.algorithm.scale import move_return_scale
+from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_and_step, collect
+from tailguard.algorithm.runtime import Runtime
+from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
 from tailguard.algorithm.schedules import AdaptiveKL, KLStopState, Schedule
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
-from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch, minibatch_loss
+from tailguard.algorithm.tally import Figures, Tally
+from tailguard.algorithm.update import Batch, Hyper, LossTerm, loss_of_features, make_batch, minibatch_loss
 from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.agent import ActorCritic
+from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
 from tailguard.monitor.metrics import GradientNorms, Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
 from tailguard.returns import RunningMoments, normalise_advantages
 from tailguard.risk.config import RiskConfig
+from tailguard.shuffle import shuffled
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
@@ -41,6 +53,22 @@ if TYPE_CHECKING:
 
 GROUPS = "groups"
 """Key under which the norms of all parts' gradients travel together, until they are named."""
+SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
+"""Keys of what the learner itself reads among the figures."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rollout made ready for the updates."""
+
+    estimates: Estimates
+    batch: Batch | None
+    """None if the rollout must not be used."""
+    figures: dict[str, Tensor]
+
+    def snapshot(self, agent: ActorCritic, rollout: Rollout, carry: Carry) -> Snapshot:
+        """The iteration as the figures see it."""
+        return Snapshot(agent, rollout, self.estimates, carry.state)
 
 
 class DistributionalPPO:
@@ -83,13 +111,21 @@ class DistributionalPPO:
         self.agent = network.to(self.device)
         self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
         self.return_moments = RunningMoments((), decay=self.config.return_decay, device=self.device)
-        self.learning_rate = torch.tensor(Schedule.parse(self.config.learning_rate)(0.0), device=self.device)
-        self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.learning_rate, seed)
+        self.hyper = Hyper(*(torch.zeros((), device=self.device) for _ in range(4)))
+        self.hyper.learning_rate.fill_(Schedule.parse(self.config.learning_rate)(0.0))
+        self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.hyper.learning_rate, seed)
         self.scaler = make_scaler(self.optimizer, self.config)
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, self.config, self.env, self.agent, seed)
         self.gradient_norms = GradientNorms(self.agent)
+        self.tally = Tally()
+        self.stop = KLStopState.start(self.device)
+        self.final_kl = torch.tensor(torch.nan, device=self.device)
+        self.all_finite = torch.ones((), dtype=torch.bool, device=self.device)
+        """Whether every minibatch so far was finite, where it is not looked at one by one."""
+        self.extended: Batch | None = None
+        """The batch with what the extensions added, in the place where recorded minibatches find it."""
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
         self.health = HealthMonitor()
         self.alarms: list[Alarm] = []
@@ -97,6 +133,10 @@ class DistributionalPPO:
         self.snapshot: Snapshot | None = None
         """What the last iteration's figures were made of, for callbacks that show more."""
         self.state = LearnerState(kl_coef=self.config.kl_penalty)
+        self.runtime = Runtime(self.config.runtime, self.env, self.device, self.config.on_nonfinite)
+        if self.runtime.refusal is not None:
+            warnings.warn(self.runtime.refusal, stacklevel=2)
+        self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
 
@@ -109,6 +149,12 @@ class DistributionalPPO:
     def num_timesteps(self) -> int:
         """Environment steps taken so far."""
         return self.state.num_timesteps
+
+    def _generators(self) -> list[torch.Generator]:
+        """Every random stream that an iteration draws from."""
+        found = [self.generator, *getattr(self.optimizer, "generators", {}).values()]
+        found += [] if self.risk is None else [self.risk.generator]
+        return [*found, self.env.generator] if isinstance(self.env, FunctionalEnv) else found
 
     def parts(self) -> dict[str, Stateful]:
         """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
@@ -182,29 +228,30 @@ class DistributionalPPO:
 
     def iterate(self) -> dict[str, float]:
         """One rollout and the updates on it; returns the iteration's figures."""
-        state, config = self.state, self.config
-        before = self._begin() if state.carry is None else state.carry
-        scale = self._observation_scale()
-        rollout, carry = collect(self.agent, self.env, before, scale, config.n_steps, self.generator)
-        usable = check_rollout(rollout, self)
-        if usable and self.return_moments.count == 0:
-            self.return_moments.update(first_returns(rollout, config.gamma), rollout.valid)
-        views, memory = look(self.agent, rollout, self.return_moments, self.config.estimates)
-        estimates = estimate(views, rollout, self.config.estimates, self.generator)
-        figures: dict[str, Tensor] = {}
+        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+            return self._iterate()
+
+    def _iterate(self) -> dict[str, float]:
+        state, runtime = self.state, self.runtime
+        if state.carry is None:
+            state.carry = self._begin()
+            runtime.forget()
+        hyper = self._hyper()
+        rollout = runtime.run("collect", self._collect)
+        usable = check_rollout(rollout, self) if runtime.looks else True
+        prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
         if usable:
-            batch, figures = self._prepare(rollout, estimates)
-            figures |= self._train(batch, rollout.inner_resets)
-            if config.normalise_observations:
-                change = self.observation_moments.update(rollout.obs, rollout.valid)
-                figures["data/observation_drift"] = change.mean_shift.max()
+            batch = self._extend(rollout, prepared)
+            self._train(batch, rollout.inner_resets, hyper)
+        figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
         state.skipped += not usable
-        state.carry = Carry(carry.obs, carry.episode_start, (carry.state[0], *memory[1:]))
-        state.num_timesteps += config.n_steps * self.env.num_envs
+        state.num_timesteps += self.config.n_steps * self.env.num_envs
         state.iteration += 1
-        self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
-        self.snapshot = Snapshot(self.agent, rollout, estimates, state.carry.state)
-        return self._report(self.snapshot, figures)
+        runtime.iterations += 1
+        self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
+        return self._report(rollout, figures)
+
+    # --- one iteration, step by step ----------------------------------------------------------------------------
 
     def _begin(self) -> Carry:
         """Fresh episodes and empty memories."""
@@ -221,92 +268,99 @@ class DistributionalPPO:
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
     def _hyper(self) -> Hyper:
-        """Today's hyper-parameters; the learning rate is the tensor that the optimiser holds."""
-        config, progress = self.config, self.state.progress
+        """Today's hyper-parameters, in the tensors that the optimiser and recorded graphs hold."""
+        config, progress, hyper = self.config, self.state.progress, self.hyper
+        hyper.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
+        hyper.clip_range.fill_(Schedule.parse(config.clip_range)(progress))
+        hyper.entropy_coef.fill_(config.entropy_schedule.coefficient(self.state.entropy, progress))
+        hyper.kl_coef.fill_(self.state.kl_coef)
+        return hyper
 
-        def tensor(value: float) -> Tensor:
-            return torch.tensor(value, device=self.device)
-
-        self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
-        return Hyper(
-            learning_rate=self.learning_rate,
-            clip_range=tensor(Schedule.parse(config.clip_range)(progress)),
-            entropy_coef=tensor(config.entropy_schedule.coefficient(self.state.entropy, progress)),
-            kl_coef=tensor(self.state.kl_coef),
+    def _collect(self) -> Rollout:
+        """Act for one rollout; episodes and memories go on from where they stand."""
+        carry, env = self.state.carry, self.env
+        assert carry is not None  # `iterate` began
+        standing = env.state if isinstance(env, FunctionalEnv) else None
+        rollout, after = collect(
+            self.agent,
+            env,
+            carry,
+            self._observation_scale(),
+            self.config.n_steps,
+            self.generator,
+            self.runtime.compiled(act_and_step),
         )
-
-    # --- one iteration, step by step ----------------------------------------------------------------------------
+        self.state.carry = self.runtime.keep(carry, after)
+        if isinstance(env, FunctionalEnv):
+            env.state = self.runtime.keep(standing, env.state)
+        return rollout
 
     @torch.no_grad()
-    def _prepare(self, rollout: Rollout, estimates: Estimates) -> tuple[Batch, dict[str, Tensor]]:
-        """Price risk, normalise the advantages, move the return's scale, and bring everything into its units."""
+    def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
+        """Estimate returns, price risk, normalise the advantages, and bring everything into the return's new units."""
+        config, moments, carry = self.config, self.return_moments, self.state.carry
+        assert carry is not None
+        if usable and not moments.started:
+            moments.update(first_returns(rollout, config.gamma), rollout.valid)
+        views, memory = look(self.agent, rollout, moments, config.estimates)
+        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
+        estimates = estimate(views, rollout, config.estimates, self.generator)
+        if not usable:
+            return Prepared(estimates, None, {})
         raw, figures = estimates.advantages, dict[str, Tensor]()
         if self.risk is not None:
             raw, figures = self.risk.advantages(rollout, estimates)
-        advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
-        moments = self.return_moments
+        advantages, degenerate = normalise_advantages(raw, rollout.valid, config.normalise_advantages)
         change = moments.update(estimates.value_targets, rollout.valid)
-        relaid = move_return_scale(self.agent, self.optimizer, change, self.scaler)
-        if relaid:
-            # On other atoms the old logits mean other returns: the critics must say again what they think.
-            estimates = replace(estimates, views=look(self.agent, rollout, moments, self.config.estimates)[0])
+        move_return_scale(self.agent, self.optimizer, change, self.scaler)
         batch = make_batch(self.agent, rollout, estimates, advantages, moments)
-        for extension in self.extensions:
-            batch = extension.prepare(rollout, estimates, batch, self.state.progress)
         figures |= {
             "critic/return_mean": moments.mean.clone(),
             "critic/return_std": moments.std.clone(),
             "critic/return_std_drift": change.std_ratio,
-            "critic/supports_relaid": torch.tensor(float(relaid)),
             "train/constant_advantages": degenerate.sum(),
         }
-        return (batch if self.agent.remembers else batch.rows_as_sequences()), figures
+        return Prepared(estimates, batch, figures)
 
-    def _train(self, batch: Batch, inner_resets: bool) -> dict[str, Tensor]:
+    def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
+        """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""
+        batch = prepared.batch
+        assert batch is not None  # a rollout that can be used has one
+        for extension in self.extensions:
+            batch = extension.prepare(rollout, prepared.estimates, batch, self.state.progress)
+        if self.extensions and self.runtime.recording:
+            self.extended = batch if self.extended is None else self.runtime.keep(self.extended, batch)
+            batch = self.extended
+        return batch if self.agent.remembers else batch.rows_as_sequences()
+
+    def _train(self, batch: Batch, inner_resets: bool, hyper: Hyper) -> None:
         """Epochs of minibatches; stops early when the policy has moved too far."""
         config = self.config
         rows, sequences = batch.log_probs.shape
         count = min(max(1, round(sequences * rows / config.minibatch_size)), sequences)
-        hyper = self._hyper()
-        stopper, stop = config.kl_stopper, KLStopState.start(self.device)
-        seen: list[dict[str, Tensor]] = []
-        for _ in range(config.epochs):
-            order = torch.randperm(sequences, generator=self.generator, device=self.device)
-            for index in order.tensor_split(count):
-                figures = self._accumulate(batch, index, hyper, inner_resets)
-                if figures is None:
-                    self.state.skipped += 1
-                    continue
-                if stopper is not None:
-                    stop = stopper.update(stop, figures["train/approx_kl"])
-                    if bool(stop.stopped):
-                        break
-                self._step()
-                seen.append(figures)
-                last = index
-            if bool(stop.stopped):
+        self.tally.clear()
+        self.stop.clear()
+        order = torch.empty(0)
+        for epoch in range(config.epochs):
+            shuffle = shuffled(sequences, self.generator)
+            order = order if epoch else shuffle
+            for index in shuffle.tensor_split(count):
+                self.runtime.run(
+                    ("minibatch", len(index)),
+                    lambda index: self._minibatch(batch, index, hyper, inner_resets),
+                    index,
+                )
+                if self.runtime.looks and bool(self.stop.stopped):
+                    break
+            if self.runtime.looks and bool(self.stop.stopped):
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        means = {name: torch.stack([figures[name] for figures in seen]).mean(0) for name in (seen or [{}])[0]}
-        if GROUPS in means:
-            means |= self.gradient_norms.named(means.pop(GROUPS))
-        if config.kl_penalty > 0 and config.target_kl is not None and seen:
+        if config.kl_penalty > 0 and config.target_kl is not None:
             # Measured after the last step: before it, a single minibatch an iteration would always show 0.
-            reached = self._policy_kl(batch.select(last), inner_resets)
-            self.state.kl_coef = AdaptiveKL(config.target_kl).update(self.state.kl_coef, float(reached))
-            means["train/final_kl"] = reached
-        return (
-            means
-            | optimizer_figures(self.optimizer, self.scaler)
-            | {
-                "train/n_updates": torch.tensor(float(len(seen))),
-                "train/early_stop": stop.stopped.float(),
-                "train/learning_rate": hyper.learning_rate.clone(),
-                "train/clip_range": hyper.clip_range,
-                "train/entropy_coef": hyper.entropy_coef,
-                "train/kl_coef": hyper.kl_coef,
-            }
-        )
+            some = order.tensor_split(count)[0]
+            self.final_kl = self.runtime.run(
+                "policy_kl", lambda index: self._policy_kl(batch.select(index), inner_resets), some
+            )
 
     @torch.no_grad()
     def _policy_kl(self, batch: Batch, inner_resets: bool) -> Tensor:
@@ -314,62 +368,147 @@ class DistributionalPPO:
         output = self.agent(batch.obs, batch.state, batch.episode_start, None if inner_resets else False)
         return masked_mean(self.agent.action_head.kl(batch.parameters, output.parameters), batch.weights)
 
+    def _minibatch(self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool) -> None:
+        """One optimiser step on the sequences with these numbers, unless the policy has moved too far already."""
+        figures = self._accumulate(batch, index, hyper, inner_resets)
+        if figures is None:
+            self.state.skipped += 1
+            return
+        stopper = self.config.kl_stopper
+        if stopper is None:
+            self._step(figures["train/grad_norm"])
+            self.tally.add(figures)
+            return
+        self.stop.take(stopper.update(self.stop, figures["train/approx_kl"]))
+        if self.runtime.looks:
+            if bool(self.stop.stopped):
+                return
+            self._step(figures["train/grad_norm"])
+            self.tally.add(figures)
+        else:
+            unless(self.stop.stopped, lambda: self._step(figures["train/grad_norm"]), self._moving())
+            self.tally.add(figures, ~self.stop.stopped)
+
     def _accumulate(self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool) -> dict[str, Tensor] | None:
-        """Gradient of one minibatch, through its microbatches, clipped; None if it must be skipped."""
+        """Gradient of one minibatch, through its microbatches; None if it must be skipped."""
         config = self.config
         self.optimizer.zero_grad(set_to_none=True)
         figures: dict[str, Tensor] = {}
-        parts = [batch.select(part) for part in index.tensor_split(config.microbatches) if part.numel()]
         total_weight = batch.weights.index_select(1, index).sum()
-        for part, numbers in zip(parts, index.tensor_split(config.microbatches), strict=False):
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        for numbers in index.tensor_split(min(config.microbatches, len(index))):
             # Without looking at the rows, a fused call needs to know that no episode starts inside.
             found = minibatch_loss(
-                self.agent, part, hyper, config, self.extensions, total_weight, None if inner_resets else False
+                self.agent,
+                batch.select(numbers),
+                hyper,
+                config,
+                self.extensions,
+                total_weight,
+                None if inner_resets else False,
+                self.runtime.compiled(loss_of_features),
             )
             found.total.backward()  # type: ignore[no-untyped-call]
-            if not check_finite(found, numbers, self):
+            if self.runtime.looks and not check_finite(found, numbers, self):
                 return None
+            finite = finite & found.finite & found.total.isfinite()
             for name, value in found.figures.items():
                 figures[name] = figures[name] + value if name in figures else value
             figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
         norm, groups = self.gradient_norms()
-        if not check_gradient(norm, self):
+        if self.runtime.looks and not check_gradient(norm, self):
             return None
-        if self.scaler is not None:
-            self.scaler.update_statistics()
-        if config.max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(self.agent.parameters(), config.max_grad_norm, norm)
         figures["train/grad_norm"] = norm
         figures["train/grad_norm_clipped"] = norm.clamp(max=config.max_grad_norm) if config.max_grad_norm > 0 else norm
         if config.monitor:
             figures[GROUPS] = groups
+        self.all_finite &= finite & norm.isfinite()
         return figures
 
-    def _step(self) -> None:
+    def _step(self, norm: Tensor) -> None:
+        """Clip the gradient, whose length is `norm`, and let the optimiser move."""
+        if self.scaler is not None:
+            self.scaler.update_statistics()
+        if self.config.max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(self.agent.parameters(), self.config.max_grad_norm, norm)
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.optimizer_step()
 
-    def _report(self, snapshot: Snapshot, figures: dict[str, Tensor]) -> dict[str, float]:
+    def _moving(self) -> list[Tensor]:
+        """Everything that an optimiser step changes."""
+        values = [parameter.data for parameter in self.agent.parameters()]
+        values += [value for state in self.optimizer.state.values() for value in state.values()]
+        values += [] if self.scaler is None else self.scaler.statistics()
+        return values
+
+    @torch.no_grad()
+    def _finish(self, rollout: Rollout, prepared: Prepared, usable: bool) -> Figures:
+        """What remains to be done and to be said after the updates; nothing is read from the device yet."""
+        carry, config = self.state.carry, self.config
+        assert carry is not None
+        figures = dict(prepared.figures)
+        if usable:
+            figures |= self._update_figures()
+            if config.normalise_observations:
+                change = self.observation_moments.update(rollout.obs, rollout.valid)
+                figures["data/observation_drift"] = change.mean_shift.max()
+        self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
+        episodes = self.episodes.figures()
+        figures["rollout/ep_rew_mean"] = episodes["return"]
+        figures["rollout/ep_len_mean"] = episodes["length"]
+        if "pnl" in rollout.outcome:
+            figures["rollout/ep_pnl_mean"] = episodes["pnl"]
+        figures |= iteration_figures(prepared.snapshot(self.agent, rollout, carry), detailed=config.monitor)
+        drift = support_drift(self.agent)
+        if drift is not None:
+            figures[SUPPORT_DRIFT] = drift
+        if not self.runtime.looks:
+            figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.all_finite
+        return Figures.of(figures)
+
+    def _update_figures(self) -> dict[str, Tensor]:
+        """Figures of the minibatches and of what made steps of them."""
+        means = self.tally.means()
+        if GROUPS in means:
+            means |= self.gradient_norms.named(means.pop(GROUPS))
+        if self.config.kl_penalty > 0:
+            means["train/final_kl"] = self.final_kl
+        return (
+            means
+            | optimizer_figures(self.optimizer, self.scaler)
+            | {
+                "train/n_updates": self.tally.count,
+                "train/early_stop": self.stop.stopped,
+                "train/learning_rate": self.hyper.learning_rate,
+                "train/clip_range": self.hyper.clip_range,
+                "train/entropy_coef": self.hyper.entropy_coef,
+                "train/kl_coef": self.hyper.kl_coef,
+            }
+        )
+
+    def _report(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
-        state = self.state
-        figures |= iteration_figures(snapshot, detailed=self.config.monitor)
-        names = list(figures)
-        numbers = torch.stack([figures[name].detach().double().cpu() for name in names]).tolist()
-        report = dict(zip(names, numbers, strict=True))
-        report["rollout/ep_rew_mean"] = self.episodes.mean("return")
-        report["rollout/ep_len_mean"] = self.episodes.mean("length")
-        if "pnl" in snapshot.rollout.outcome:
-            report["rollout/ep_pnl_mean"] = self.episodes.mean("pnl")
+        state, config = self.state, self.config
+        report = figures.read()
+        if not report.pop(ROLLOUT_FINITE, 1.0):
+            check_rollout(rollout, self)
+        if not report.pop(UPDATES_FINITE, 1.0):
+            raise not_finite_in_graph(self)
+        if SUPPORT_DRIFT in report:
+            drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
+            report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
+        if "train/final_kl" in report and config.target_kl is not None:
+            state.kl_coef = AdaptiveKL(config.target_kl).update(state.kl_coef, report["train/final_kl"])
         state.degenerate += int(report.get("train/constant_advantages", 0))
-        if self.config.monitor:
+        if config.monitor:
             self.alarms += self.health.check(report, state.num_timesteps)
             report |= self.health.figures()
         report["warn/skipped_nonfinite"] = state.skipped
         report["warn/constant_advantages"] = state.degenerate
         report["time/iterations"] = state.iteration
-        state.entropy = self.config.entropy_schedule.update(state.entropy, report["rollout/ep_rew_mean"])
+        state.entropy = config.entropy_schedule.update(state.entropy, report["rollout/ep_rew_mean"])
         return report
 
     # --- acting -------------------------------------------------------------------------------------------------

@@ -57,7 +57,8 @@ class RunningLosses:
             age = age + 1
         after = torch.stack(rows)
         before = torch.cat((self.last.unsqueeze(0), after[:-1])).masked_fill(episode_start, 0.0)
-        self.last, self.age = worst, age
+        self.last.copy_(worst)
+        self.age.copy_(age)
         return before, after, torch.stack(ages)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -66,7 +67,8 @@ class RunningLosses:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned."""
-        self.last, self.age = (state[name].to(self.last.device) for name in ("last", "age"))
+        self.last.copy_(state["last"])
+        self.age.copy_(state["age"])
 
 
 class RiskBudget:
@@ -88,8 +90,7 @@ class RiskBudget:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             width = agent.each_trunk()[agent.critic_trunks[0]].output_size + env.observation_size
-            critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate)
-        self.critic = critic.to(self.device)
+            self.critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate, self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.running = RunningLosses(env.num_envs, config.measure == "drawdown", self.device)
         self.predictions: PredictedReturns | None = None
@@ -154,8 +155,7 @@ class RiskBudget:
         features, obs = view.output.features, rollout.scaled_obs
         with torch.no_grad():
             values = self.critic(features, obs)
-            last = max(rollout.final_obs)
-            successor = self.critic(view.final.features, rollout.scale(rollout.final_obs[last]))
+            successor = self.critic(view.final_features, rollout.scale(rollout.final_obs[-1]))
             next_values = torch.cat((values[1:], successor.unsqueeze(0)))
             # The budget is on the episode: when it ends, by time or by ruin, nothing more is to come.
             never = torch.zeros_like(rollout.truncated)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tailguard.envs.protocol import VectorEnv
+from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.flags import may_hold_any
 from tailguard.models.agent import ActorCritic, AgentState
+from tailguard.models.memory import MemoryState
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,10 @@ class Rollout:
     truncated: Tensor
     valid: Tensor
     """[T, N] bool each; rows with `valid` false carry no loss (see `Step`)."""
-    final_obs: dict[int, Tensor]
-    """True successors, raw, [N, O], of each row after which some episode ended, and of the last row."""
+    final_rows: tuple[int, ...]
+    """The rows after which some episode ended, and the last one, in order; all rows, where looking is not free."""
+    final_obs: Tensor
+    """Their true successors, raw, [K, N, O]."""
     scale: ObservationScale
     """What made `scaled_obs` of `obs`."""
     start_state: AgentState
@@ -74,8 +79,38 @@ class Rollout:
 
     @property
     def inner_resets(self) -> bool:
-        """Whether an episode starts after the first row."""
-        return len(self.final_obs) > 1
+        """Whether an episode may start after the first row."""
+        return len(self.final_rows) > 1
+
+
+Acted = tuple[Tensor, Tensor, Tensor]
+"""What the network saw, the parameters of its action distribution and the raw action, [N, ...] each."""
+
+
+def act(
+    agent: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, chance: Tensor
+) -> tuple[Acted, MemoryState]:
+    """Look at one row and choose."""
+    scaled = scale(obs)
+    parameters, memory = agent.act(scaled, memory, start)
+    return (scaled, parameters, agent.action_head.pick(parameters, chance)), memory
+
+
+def act_and_step(
+    agent: ActorCritic,
+    env: FunctionalEnv,
+    scale: ObservationScale,
+    obs: Tensor,
+    start: Tensor,
+    memory: MemoryState,
+    chance: Tensor,
+    env_state: Any,
+    env_chance: Tensor,
+) -> tuple[Acted, MemoryState, Any, Step]:
+    """Choose and let the environment answer: everything from one row to the next, as a pure function."""
+    acted, memory = act(agent, scale, obs, start, memory, chance)
+    env_state, step = env.transition(env_state, agent.action_head.to_env(acted[2]), env_chance)
+    return acted, memory, env_state, step
 
 
 @torch.no_grad()
@@ -86,8 +121,12 @@ def collect(
     scale: ObservationScale,
     n_steps: int,
     generator: torch.Generator,
+    whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
 ) -> tuple[Rollout, Carry]:
-    """Act for `n_steps` steps. The carry's critic states are not advanced here: `estimate` does that."""
+    """Act for `n_steps` steps. The carry's critic states are not advanced here: `estimate` does that.
+
+    `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
+    """
     head = agent.action_head
     obs, start, memory = carry.obs, carry.episode_start, carry.state[0]
     rows: dict[str, list[Tensor]] = {
@@ -95,19 +134,27 @@ def collect(
         for name in ("obs", "scaled", "start", "action", "parameter", "reward", "terminated", "truncated", "valid")
     }
     outcomes: list[dict[str, Tensor]] = []
-    final_obs: dict[int, Tensor] = {}
+    final_rows: list[int] = []
+    final_obs: list[Tensor] = []
     for t in range(n_steps):
-        scaled = scale(obs)
-        parameters, memory = agent.act(scaled, memory, start)
-        action = head.sample(parameters, generator)
-        step = env.step(head.to_env(action))
+        chance = head.draw((env.num_envs,), generator)
+        if isinstance(env, FunctionalEnv):
+            env_chance = env.draw()
+            acted, memory, env.state, step = whole_step(
+                agent, env, scale, obs, start, memory, chance, env.state, env_chance
+            )
+        else:
+            acted, memory = act(agent, scale, obs, start, memory, chance)
+            step = env.step(head.to_env(acted[2]))
+        scaled, parameters, action = acted
         found = (obs, scaled, start, action, parameters, step.reward, step.terminated, step.truncated, step.valid)
         for column, value in zip(rows.values(), found, strict=True):
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
         if t == n_steps - 1 or may_hold_any(ended):
-            final_obs[t] = step.final_obs
+            final_rows.append(t)
+            final_obs.append(step.final_obs)
         obs, start = step.obs, ended
     stacked = {name: torch.stack(column) for name, column in rows.items()}
     rollout = Rollout(
@@ -122,9 +169,11 @@ def collect(
         terminated=stacked["terminated"],
         truncated=stacked["truncated"],
         valid=stacked["valid"],
-        final_obs=final_obs,
+        final_rows=tuple(final_rows),
+        final_obs=torch.stack(final_obs),
         scale=scale,
-        start_state=carry.state,
+        # Copies: where a rollout is recorded, the memories go on in the same storage.
+        start_state=tuple(tuple(part.clone() for part in trunk) for trunk in carry.state),
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
     )
     return rollout, Carry(obs, start, (memory, *carry.state[1:]))

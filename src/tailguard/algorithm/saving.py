@@ -126,6 +126,7 @@ def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *,
         expected["optimizer"] = {"moments": {}, "generators": {}}
     _check_fits(state, expected, "state", where)
     _check_finite(where, {"weights": weights, "optimizer": state["optimizer"]})
+    agent.runtime.forget()
     try:
         agent.agent.load_state_dict(weights)
         for name, target in targets.items():

@@ -21,12 +21,11 @@ def move_return_scale(
     optimizer: torch.optim.Optimizer,
     change: MomentsChange,
     scaler: VarianceGradientScaler | None = None,
-) -> int:
-    """Rewrite every critic head for the new return scale (PopArt); returns how many supports had to be laid anew.
+) -> None:
+    """Rewrite every critic head for the new return scale (PopArt).
 
     What optimiser and scaler remember of the heads' gradients is brought into the new units too.
     """
-    moved = 0
     ratio = change.old_std / change.new_std
     for critic in agent.each_critic():
         heads: list[Critic] = [critic.value]
@@ -43,13 +42,34 @@ def move_return_scale(
                     if scaler is not None:
                         scaler.rescale(parameter, ratio ** (degree - 1))
             head.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
-            if isinstance(head, CategoricalCritic) and float(head.support_drift()) > SUPPORT_DRIFT_LIMIT:
-                head.set_support(head.v_min, head.v_max)
-                for parameter in (head.layer.weight, head.layer.bias):
-                    optimizer.state.pop(parameter, None)
-                    if scaler is not None:
-                        scaler.forget(parameter)
-                moved += 1
+
+
+def support_drift(agent: ActorCritic) -> Tensor | None:
+    """How badly the worst categorical support fits the returns by now, []; None where there is none."""
+    heads = [critic.distribution for critic in agent.each_critic()]
+    drifts = [head.support_drift() for head in heads if isinstance(head, CategoricalCritic)]
+    return torch.stack(drifts).max() if drifts else None
+
+
+@torch.no_grad()
+def lay_supports(
+    agent: ActorCritic, optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None = None
+) -> int:
+    """Lay the supports that fit too badly over the returns anew, between two iterations; returns how many there were.
+
+    What optimiser and scaler remember of these heads is forgotten.
+    """
+    moved = 0
+    for critic in agent.each_critic():
+        head = critic.distribution
+        if isinstance(head, CategoricalCritic) and float(head.support_drift()) > SUPPORT_DRIFT_LIMIT:
+            head.set_support(head.v_min, head.v_max)
+            for parameter in (head.layer.weight, head.layer.bias):
+                for value in optimizer.state[parameter].values():
+                    value.zero_()
+                if scaler is not None:
+                    scaler.forget(parameter)
+            moved += 1
     return moved
 
 

@@ -196,6 +196,17 @@ class KLStopState:
         zero = torch.zeros((), device=device, dtype=dtype)
         return cls(zero, zero.clone(), torch.zeros((), device=device, dtype=torch.bool))
 
+    def take(self, other: KLStopState) -> None:
+        """Go on with another state's values, in the present storage."""
+        self.total.copy_(other.total)
+        self.weight.copy_(other.weight)
+        self.stopped.copy_(other.stopped)
+
+    def clear(self) -> None:
+        """Back to the beginning of an iteration, in the present storage."""
+        for value in (self.total, self.weight, self.stopped):
+            value.zero_()
+
     @property
     def average(self) -> Tensor:
         """The averaged KL; NaN before the first update."""

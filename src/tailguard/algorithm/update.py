@@ -166,12 +166,30 @@ def minibatch_loss(
     extensions: Sequence[LossTerm] = (),
     total_weight: Tensor | None = None,
     inner_resets: bool | None = None,
+    price: Callable[..., MinibatchLoss] | None = None,
 ) -> MinibatchLoss:
-    """All terms of the loss on one (micro)batch; `total_weight` is the weight of the whole minibatch it belongs to."""
-    output = agent(batch.obs, batch.state, batch.episode_start, inner_resets)
-    weights = batch.weights
+    """All terms of the loss on one (micro)batch; `total_weight` is the weight of the whole minibatch it belongs to.
+
+    `price`: what to call in the place of `loss_of_features`, a compiled one for example.
+    """
+    features = agent.features(batch.obs, batch.state, batch.episode_start, inner_resets)
     # Dead rows can fill a small minibatch: its terms are then 0, not 0 / 0.
-    total_weight = (weights.sum() if total_weight is None else total_weight).clamp(min=1)
+    total_weight = (batch.weights.sum() if total_weight is None else total_weight).clamp(min=1)
+    return (price or loss_of_features)(agent, features, batch, hyper, config, extensions, total_weight)
+
+
+def loss_of_features(
+    agent: ActorCritic,
+    features: Sequence[Tensor],
+    batch: Batch,
+    hyper: Hyper,
+    config: PPOConfig,
+    extensions: Sequence[LossTerm],
+    total_weight: Tensor,
+) -> MinibatchLoss:
+    """All terms of the loss, from what the trunks made of the batch: heads, distributions and arithmetic."""
+    output = agent.heads(features)
+    weights = batch.weights
 
     def mean(values: Tensor) -> Tensor:
         return masked_mean(values, weights, total_weight)

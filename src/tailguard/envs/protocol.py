@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,6 +61,27 @@ class Step:
     @property
     def ended(self) -> Tensor:
         return self.terminated | self.truncated
+
+
+@runtime_checkable
+class FunctionalEnv(Protocol):
+    """A vector env whose step is a pure function of tensors, so that it can be compiled and recorded.
+
+    `step(action)` is the same as `state, step = transition(state, action, draw())`.
+    """
+
+    state: Any
+    """Where the episodes stand: tensors, in a dataclass, a dict or a tuple."""
+    generator: torch.Generator
+    """All that the environment draws from."""
+
+    def draw(self) -> Tensor:
+        """The chance in one step."""
+        ...
+
+    def transition(self, before: Any, action: Tensor, chance: Tensor) -> tuple[Any, Step]:
+        """The state after one action in each environment, and what there is to say of it."""
+        ...
 
 
 @runtime_checkable

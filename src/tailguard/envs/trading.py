@@ -147,7 +147,7 @@ class TradingEnv:
         """Start N flat accounts at random rows and return their first observations, [N, O]."""
         if seed is not None:
             self.generator.manual_seed(seed)
-        state = self._fresh_episodes(self._draw_starts())
+        state = self._fresh_episodes(self.draw())
         if self.stagger is not None:
             phases = max(1, self.task.episode_length // self.stagger)
             age = torch.randint(phases, (self.num_envs,), generator=self.generator, device=self.device) * self.stagger
@@ -159,7 +159,12 @@ class TradingEnv:
         """Trade one bar in every account."""
         if self.state is None:
             raise ConfigError("TradingEnv.step: call reset() first")
-        task, before = self.task, self.state
+        self.state, step = self.transition(self.state, action, self.draw())
+        return step
+
+    def transition(self, before: EpisodeState, action: Tensor, rows: Tensor) -> tuple[EpisodeState, Step]:
+        """One bar as a pure function; an account whose episode ends starts anew at its row of `rows`, [N]."""
+        task = self.task
         target, shielded = task.decide(action, before)
         after, transition = task.advance(before, target)
         terminated = transition.liquidated
@@ -180,15 +185,13 @@ class TradingEnv:
         }
         reward = task.reward_of(transition, before)
         obs = final_obs
-        # Drawn in every step, needed or not, so that what is drawn later does not depend on what happened now.
-        rows = self._draw_starts()
         if may_hold_any(ended):
             after = where(ended, self._fresh_episodes(rows), after)
             obs = task.observe(after)
-        self.state = after
-        return Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
+        return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
 
-    def _draw_starts(self) -> Tensor:
+    def draw(self) -> Tensor:
+        """Rows to start at, [N]: drawn for every step, so that chance does not depend on what has happened."""
         draw = torch.randint(self.starts.shape[0], (self.num_envs,), generator=self.generator, device=self.device)
         return self.starts.index_select(0, draw)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from tailguard.envs.protocol import ActionSpace, Box, Discrete
 from tailguard.errors import ConfigError
+from tailguard.models.precision import full_precision
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -94,13 +96,27 @@ class ActionHead(nn.Module, ABC):
     def raw_dtype(self) -> torch.dtype:
         """Type of a raw action."""
 
-    @abstractmethod
+    linear: nn.Linear
+
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., F] -> parameters [..., P]."""
+        return self.parameters_of(full_precision([self.linear], features)[0])
 
     @abstractmethod
+    def parameters_of(self, output: Tensor) -> Tensor:
+        """The linear layer's output -> parameters [..., P]."""
+
+    @abstractmethod
+    def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
+        """The chance in actions for rows [...] of this shape: what `pick` turns into raw actions."""
+
+    @abstractmethod
+    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
+        """The raw action, [..., raw_size], that parameters and drawn chance make."""
+
     def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a raw action, [..., raw_size]."""
+        return self.pick(parameters, self.draw(parameters.shape[:-1], generator).to(parameters))
 
     @abstractmethod
     def mode(self, parameters: Tensor) -> Tensor:
@@ -173,18 +189,20 @@ class GaussianHead(ActionHead):
     def raw_dtype(self) -> torch.dtype:
         return self.linear.weight.dtype
 
-    def forward(self, features: Tensor) -> Tensor:
-        output = _full_precision(self.linear, features)
+    def parameters_of(self, output: Tensor) -> Tensor:
         if self.free_log_std is None:
             mean, free = output.chunk(2, dim=-1)
         else:
             mean, free = output, self.free_log_std.expand_as(output)
         return torch.cat((mean, bounded_log_std(free, self.log_std_init, *self.log_std_bounds)), dim=-1)
 
-    def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
+        weight = self.linear.weight
+        return torch.randn((*shape, self.raw_size), generator=generator, dtype=weight.dtype, device=weight.device)
+
+    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
         mean, log_std = parameters.chunk(2, dim=-1)
-        noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-        return mean + torch.exp(log_std) * noise
+        return mean + torch.exp(log_std) * chance
 
     def mode(self, parameters: Tensor) -> Tensor:
         """The mean: with `squash` the median of the action, which is what a squashed policy aims at."""
@@ -259,13 +277,16 @@ class CategoricalHead(ActionHead):
     def raw_dtype(self) -> torch.dtype:
         return torch.int64
 
-    def forward(self, features: Tensor) -> Tensor:
-        return _full_precision(self.linear, features)
+    def parameters_of(self, output: Tensor) -> Tensor:
+        return output
 
-    def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
+        weight = self.linear.weight
+        return torch.rand((*shape, self.parameter_size), generator=generator, dtype=weight.dtype, device=weight.device)
+
+    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
         """The Gumbel-max trick: the largest of logit - log(-log(uniform)); nothing is read back from the device."""
-        uniform = torch.rand(parameters.shape, generator=generator, dtype=parameters.dtype, device=parameters.device)
-        return self.mode(parameters - torch.log(-torch.log(uniform)))
+        return self.mode(parameters - torch.log(-torch.log(chance)))
 
     def mode(self, parameters: Tensor) -> Tensor:
         return torch.stack([logits.argmax(-1) for logits in torch.split(parameters, self.sizes, dim=-1)], dim=-1)
@@ -321,13 +342,6 @@ def _near_zero_linear(feature_size: int, output_size: int) -> nn.Linear:
     nn.init.orthogonal_(linear.weight, gain=0.01)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-def _full_precision(linear: nn.Linear, features: Tensor) -> Tensor:
-    """The layer outside autocast: bfloat16's 8 bits would quantise the mean, and the ratio exponentiates the error."""
-    with torch.autocast(features.device.type, enabled=False):
-        output: Tensor = linear(features.to(linear.weight.dtype))
-    return output
 
 
 def _check_gaussian(box: Box, squash: bool, std: str, log_std_init: float, log_std_bounds: tuple[float, float]) -> None:

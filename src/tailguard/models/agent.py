@@ -22,6 +22,7 @@ from tailguard.models.critics import (
 )
 from tailguard.models.encoder import Activation, Encoder
 from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
+from tailguard.models.precision import Precision, autocast, full_precision
 from tailguard.validate import check_choice, check_count, check_range
 
 MemoryKind = Literal["separate", "shared", "none"]
@@ -67,6 +68,9 @@ class NetworkConfig:
     """Two critics instead of one."""
     twin_trunk: TwinTrunk = "shared"
     """Whether the second critic reads the first one's encoder and memory or has its own."""
+    precision: Precision = "auto"
+    """Of the products in encoder and memory: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32
+    elsewhere. Cells, last layers, returns, advantages and losses are float32 in any case."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.hidden, tuple | list):
@@ -79,6 +83,7 @@ class NetworkConfig:
         check_choice("network.critic", self.critic, get_args(CriticKind))
         check_choice("network.projection", self.projection, get_args(Projection))
         check_choice("network.twin_trunk", self.twin_trunk, get_args(TwinTrunk))
+        check_choice("network.precision", self.precision, get_args(Precision))
         check_count("network.lstm_size", self.lstm_size)
         check_count("network.lstm_layers", self.lstm_layers)
         check_range("network.lstm_layers", self.lstm_layers, high=2)
@@ -102,6 +107,7 @@ class Trunk(nn.Module):
             NoMemory(width) if config.memory == "none" else LSTMMemory(width, config.lstm_size, config.lstm_layers)
         )
         self.output_size = self.memory.output_size
+        self.precision: Precision = config.precision
 
     @property
     def remembers(self) -> bool:
@@ -109,13 +115,20 @@ class Trunk(nn.Module):
 
     def step(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         """One row: obs [N, O] -> features [N, H] and the state after it."""
-        return self.memory.step(self.encoder(obs), state, episode_start)
+        with autocast(self.precision, obs.device):
+            return self.memory.step(self.encoder(obs), state, episode_start)
 
     def sequence(
         self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> tuple[Tensor, MemoryState]:
         """T rows: obs [T, N, O] -> features [T, N, H] and the state after the last one."""
-        return self.memory.sequence(self.encoder(obs), state, episode_start, inner_resets)
+        with autocast(self.precision, obs.device):
+            return self.memory.sequence(self.encoder(obs), state, episode_start, inner_resets)
+
+    def every_state(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        """As `sequence`, with the state after each row, [L, T, N, H] its parts."""
+        with autocast(self.precision, obs.device):
+            return self.memory.every_state(self.encoder(obs), state, episode_start)
 
 
 class ReturnCritic(nn.Module):
@@ -131,9 +144,17 @@ class ReturnCritic(nn.Module):
             low, high = config.support
             self.distribution = CategoricalCritic(feature_size, config.atoms, low, high, config.projection)
 
+    @property
+    def layers(self) -> list[nn.Linear]:
+        """The last layers: of the value, and of the distribution, if there is one."""
+        return [self.value.layer] if self.distribution is None else [self.value.layer, self.distribution.layer]
+
+    def output_of(self, outputs: Sequence[Tensor], features: Tensor) -> CriticOutput:
+        """What the layers' outputs say."""
+        return CriticOutput(outputs[0], outputs[1] if len(outputs) > 1 else None, features)
+
     def forward(self, features: Tensor) -> CriticOutput:
-        distribution = None if self.distribution is None else self.distribution(features)
-        return CriticOutput(self.value(features), distribution, features)
+        return self.output_of(full_precision(self.layers, features), features)
 
 
 @dataclass(frozen=True)
@@ -218,43 +239,80 @@ class ActorCritic(nn.Module):
         self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> AgentOutput:
         """T rows for actor and critics: obs [T, N, O], episode_start [T, N], the states before the first row."""
-        features = [
+        return self.heads(self.features(obs, state, episode_start, inner_resets))
+
+    def features(
+        self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        """What each trunk makes of T rows, [T, N, H]."""
+        return tuple(
             self._trunk(index).sequence(obs, state[index], episode_start, inner_resets)[0]
             for index in range(len(self.trunks))
-        ]
+        )
+
+    def heads(self, features: Sequence[Tensor]) -> AgentOutput:
+        """What actor and critics say of the trunks' features; one product for all that read the same trunk."""
+        shared = self.critic_trunks[0] == 0
+        first = [self.action_head.linear, *(self._critic_layers(0) if shared else [])]
+        chosen, *outputs = full_precision(first, features[0])
+        parameters = self.action_head.parameters_of(chosen)
+        if shared:
+            return AgentOutput(parameters, self._critic_outputs({0: outputs}, {0: features[0]}))
+        return AgentOutput(parameters, self._look(dict(enumerate(features))))
+
+    def _critic_layers(self, trunk: int) -> list[nn.Linear]:
+        """Last layers of the critics that read this trunk."""
         critics = zip(self.each_critic(), self.critic_trunks, strict=True)
-        return AgentOutput(self.action_head(features[0]), tuple(critic(features[trunk]) for critic, trunk in critics))
+        return [layer for critic, mine in critics if mine == trunk for layer in critic.layers]
+
+    def _look(self, features: Mapping[int, Tensor]) -> tuple[CriticOutput, ...]:
+        """What every critic says of its trunk's features."""
+        trunks = sorted(set(self.critic_trunks))
+        outputs = {trunk: full_precision(self._critic_layers(trunk), features[trunk]) for trunk in trunks}
+        return self._critic_outputs(outputs, features)
+
+    def _critic_outputs(
+        self, outputs: Mapping[int, list[Tensor]], features: Mapping[int, Tensor]
+    ) -> tuple[CriticOutput, ...]:
+        """The outputs of the layers of each trunk's critics, taken apart critic by critic."""
+        found, taken = [], dict.fromkeys(outputs, 0)
+        for critic, trunk in zip(self.each_critic(), self.critic_trunks, strict=True):
+            first = taken[trunk]
+            taken[trunk] = first + len(critic.layers)
+            found.append(critic.output_of(outputs[trunk][first : taken[trunk]], features[trunk]))
+        return tuple(found)
 
     @torch.no_grad()
     def evaluate(
-        self, obs: Tensor, final_obs: Mapping[int, Tensor], state: AgentState, episode_start: Tensor
-    ) -> tuple[tuple[CriticOutput, ...], tuple[dict[int, CriticOutput], ...], AgentState]:
-        """What every critic says of a rollout and of the successors of the rows in `final_obs`.
+        self, obs: Tensor, final_obs: Tensor, final_rows: Sequence[int], state: AgentState, episode_start: Tensor
+    ) -> tuple[tuple[CriticOutput, ...], tuple[CriticOutput, ...], AgentState]:
+        """What every critic says of a rollout and of the successors of some of its rows.
 
-        obs [T, N, O], episode_start [T, N]; `final_obs` maps each row t after which an episode ended, and the last row,
-        to the true next observations [N, O]. A successor is read once, from the state after row t, without a reset.
-        Returns the critics' outputs [T, N], their outputs for the successors, and the critics' states after the last
-        row (the actor's state is returned as it was given, unless a critic shares it).
+        obs [T, N, O], episode_start [T, N]; `final_rows` are the rows after which an episode ended, and the last one,
+        in order, and `final_obs` [K, N, O] their true next observations. A successor is read once, from the state after
+        its row, without a reset. Returns the critics' outputs [T, N], those of the successors [K, N], and the trunks'
+        states after the last row (the actor's as it was given, unless a critic shares it).
         """
         after = list(state)
         features: dict[int, Tensor] = {}
-        successors: dict[int, dict[int, Tensor]] = {}
+        successors: dict[int, Tensor] = {}
         for index in sorted(set(self.critic_trunks)):
-            trunk = self._trunk(index)
-            features[index], successors[index], after[index] = _with_successors(
-                trunk, obs, final_obs, state[index], episode_start
+            read = _each_successor if obs.device.type != "cpu" else _some_successors
+            features[index], successors[index], after[index] = read(
+                self._trunk(index), obs, final_obs, final_rows, state[index], episode_start
             )
-        outputs, next_outputs = [], []
-        for critic, trunk_index in zip(self.each_critic(), self.critic_trunks, strict=True):
-            outputs.append(critic(features[trunk_index]))
-            next_outputs.append({row: critic(found) for row, found in successors[trunk_index].items()})
-        return tuple(outputs), tuple(next_outputs), tuple(after)
+        return self._look(features), self._look(successors), tuple(after)
 
 
-def _with_successors(
-    trunk: Trunk, obs: Tensor, final_obs: Mapping[int, Tensor], state: MemoryState, episode_start: Tensor
-) -> tuple[Tensor, dict[int, Tensor], MemoryState]:
-    """Features of T rows, features of the successors of the rows in `final_obs`, and the state after the last row.
+def _some_successors(
+    trunk: Trunk,
+    obs: Tensor,
+    final_obs: Tensor,
+    final_rows: Sequence[int],
+    state: MemoryState,
+    episode_start: Tensor,
+) -> tuple[Tensor, Tensor, MemoryState]:
+    """Features of T rows, features of the successors of the K final rows, and the state after the last row.
 
     One fused call from each boundary to the next; at a boundary the state after the row is at hand, and the successor
     takes one step from it.
@@ -262,13 +320,32 @@ def _with_successors(
     never = torch.zeros_like(episode_start[0])
     if not trunk.remembers:
         everything, _ = trunk.sequence(obs, state, episode_start)
-        return everything, {row: trunk.step(last, state, never)[0] for row, last in final_obs.items()}, state
+        return everything, trunk.sequence(final_obs, state, episode_start[: len(final_rows)])[0], state
     pieces: list[Tensor] = []
-    successors: dict[int, Tensor] = {}
+    successors: list[Tensor] = []
     first = 0
-    for row in sorted(final_obs):
+    for row, last in zip(final_rows, final_obs.unbind(), strict=True):
         found, state = trunk.sequence(obs[first : row + 1], state, episode_start[first : row + 1], inner_resets=False)
         pieces.append(found)
-        successors[row], _ = trunk.step(final_obs[row], state, never)
+        successors.append(trunk.step(last, state, never)[0])
         first = row + 1
-    return torch.cat(pieces), successors, state
+    return torch.cat(pieces), torch.stack(successors), state
+
+
+def _each_successor(
+    trunk: Trunk,
+    obs: Tensor,
+    final_obs: Tensor,
+    final_rows: Sequence[int],
+    state: MemoryState,
+    episode_start: Tensor,
+) -> tuple[Tensor, Tensor, MemoryState]:
+    """As `_some_successors`, all of them in one step of K · N environments: for devices that are wide."""
+    everything, states = trunk.every_state(obs, state, episode_start)
+    if not trunk.remembers:
+        return everything, trunk.every_state(final_obs, state, episode_start)[0], state
+    rows = slice(None) if len(final_rows) == len(obs) else list(final_rows)
+    before = tuple(part[:, rows].flatten(1, 2) for part in states)
+    never = torch.zeros(final_obs.shape[0] * final_obs.shape[1], dtype=torch.bool, device=obs.device)
+    successors, _ = trunk.step(final_obs.flatten(0, 1), before, never)
+    return everything, successors.reshape(*final_obs.shape[:2], -1), tuple(part[:, -1] for part in states)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
+from tailguard.models.precision import full_precision
 
 CriticKind = Literal["scalar", "quantile", "categorical"]
 Projection = Literal["two_hot", "hl_gauss"]
@@ -51,8 +52,7 @@ class Critic(nn.Module, ABC):
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., H] to the head's output [..., K]."""
-        output: Tensor = self.layer(features)
-        return output
+        return full_precision([self.layer], features)[0]
 
     @abstractmethod
     def mean(self, output: Tensor) -> Tensor:

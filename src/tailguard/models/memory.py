@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
+from tailguard.models.recurrence import recurrence
 
 MemoryState = tuple[Tensor, ...]
 """(h, c), each [L, N, H], for an LSTM; () for no memory."""
@@ -43,6 +44,10 @@ class Memory(nn.Module, ABC):
         """Read one row: x [N, I], episode_start [N] bool -> output [N, H] and the state after the row."""
 
     @abstractmethod
+    def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        """As `sequence`, but with the state after each row: its parts are [L, T, N, H]."""
+
+    @abstractmethod
     def sequence(
         self, x: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> tuple[Tensor, MemoryState]:
@@ -67,6 +72,9 @@ class NoMemory(Memory):
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:  # noqa: ARG002
         return x, state
 
+    def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:  # noqa: ARG002
+        return x, state
+
     def sequence(
         self,
         x: Tensor,
@@ -85,9 +93,9 @@ class LSTMMemory(Memory):
     steps ago has a weight of 2e-10 and gets no gradient; at 1 (Jozefowicz et al. 2015) it has 4e-5 and can be learned.
 
     A CPU in full precision reads segments with PyTorch's fused LSTM, several times faster than cell by cell. Elsewhere
-    `sequence` repeats `step`. cuDNN's fused LSTM in float32 is level with that at 4,096 environments and slower beyond;
-    with PyTorch's default TF32 setting it differs from the cell by 1e-3, so that the ratio would not start at one; and
-    under bfloat16 autocast it computes in float16, where the gradients of a mean over many samples vanish.
+    `tailguard.models.recurrence` does it. cuDNN's fused LSTM in float32 is slower beyond 4,096 environments; with
+    PyTorch's default TF32 setting it differs between one step and many by 1e-3, so that the ratio would not start at
+    one; and under bfloat16 autocast it computes in float16, where the gradients of a mean over many samples vanish.
     """
 
     def __init__(self, input_size: int, hidden_size: int, layers: int = 1, forget_bias: float = 1.0) -> None:
@@ -117,13 +125,16 @@ class LSTMMemory(Memory):
         return h, torch.zeros_like(h)
 
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        if not _can_fuse(x):
+            y, state = self._by_layers(x.unsqueeze(0), state, episode_start.unsqueeze(0))
+            return y.squeeze(0), state
         before_h, before_c = state = _clear(state, episode_start)
-        if x.shape[0] >= FUSED_STEP_SIZE and _can_fuse(x):
+        if x.shape[0] >= FUSED_STEP_SIZE:
             y, state = self._fused(x.unsqueeze(0), state)
             return y.squeeze(0), state
         hidden, cells = [], []
         for weights, h, c in zip(self._weights(), before_h, before_c, strict=True):
-            x, c = _lstm_cell(x, h, c, weights)
+            x, c = torch.lstm_cell(x, (h, c), *weights)
             hidden.append(x)
             cells.append(c)
         return x, (torch.stack(hidden), torch.stack(cells))
@@ -132,24 +143,35 @@ class LSTMMemory(Memory):
         self, x: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> tuple[Tensor, MemoryState]:
         if inner_resets or not _can_fuse(x):
-            return self._by_steps(x, state, episode_start)
+            return self._by_layers(x, state, episode_start)
         if inner_resets is None:
             return self._by_chunks(x, state, episode_start)
         return self._fused(x, _clear(state, episode_start[0]))
 
-    def _by_steps(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        outputs = []
-        # unbind, not x[t]: the gradient of T slices is T tensors of the size of x, that of unbind is one.
-        for row, start in zip(x.unbind(), episode_start.unbind(), strict=True):
-            y, state = self.step(row, state, start)
-            outputs.append(y)
-        return torch.stack(outputs), state
+    def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        hidden, cells = self._layers(x, state, episode_start)
+        return hidden[-1], (torch.stack(hidden).to(state[0].dtype), torch.stack(cells))
+
+    def _by_layers(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        """Exact for every pattern of starts, without looking at one."""
+        hidden, cells = self._layers(x, state, episode_start)
+        h, c = (torch.stack([rows[-1] for rows in parts]) for parts in (hidden, cells))
+        return hidden[-1], (h.to(state[0].dtype), c)
+
+    def _layers(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Hidden states and cells after every row, [T, N, H], of each layer."""
+        hidden, cells = [], []
+        for (w_ih, w_hh, b_ih, b_hh), h, c in zip(self._weights(), *state, strict=True):
+            x, c = recurrence(F.linear(x, w_ih, b_ih + b_hh), w_hh, h, c, episode_start)
+            hidden.append(x)
+            cells.append(c)
+        return hidden, cells
 
     def _by_chunks(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         """One fused call between any two rows at which some environment starts an episode."""
         starts = (episode_start[1:].any(dim=1).nonzero().flatten() + 1).tolist()
-        if len(starts) > x.shape[0] // 2:  # chunks of less than two rows: the cells are faster
-            return self._by_steps(x, state, episode_start)
+        if len(starts) > x.shape[0] // 2:  # chunks of less than two rows: cell by cell is faster
+            return self._by_layers(x, state, episode_start)
         outputs = []
         for first, end in pairwise([0, *starts, x.shape[0]]):
             y, state = self._fused(x[first:end], _clear(state, episode_start[first]))
@@ -178,18 +200,6 @@ class LSTMMemory(Memory):
 
 def _can_fuse(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
-
-
-def _lstm_cell(x: Tensor, h: Tensor, c: Tensor, weights: CellWeights) -> tuple[Tensor, Tensor]:
-    """One layer, one row: x [N, I], h and c [N, H] -> next h and c."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return torch.lstm_cell(x, (h, c), *weights)
-    # Autocast would round the cell, which is a running sum, to 8 bits at every step: only the products are narrow.
-    w_ih, w_hh, b_ih, b_hh = weights
-    gates = F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
-    i, f, g, o = gates.to(c.dtype).chunk(4, dim=-1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
 
 
 def _clear(state: MemoryState, episode_start: Tensor) -> MemoryState:

@@ -2,68 +2,76 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 WINDOW = 100
 """Episodes that the running means cover, as in Stable-Baselines3."""
+FIGURES = ("return", "length", "pnl")
+"""What is kept of an episode; NaN where the environment does not say its P&L."""
 
 
 class EpisodeTracker:
-    """Sums rewards to episode returns across rollouts and keeps the last `WINDOW` finished episodes."""
+    """Sums rewards to episode returns across rollouts and keeps the last `WINDOW` finished episodes.
+
+    All of it on the device, in place and without looking at a value, so that nothing waits.
+    """
 
     def __init__(self, num_envs: int, device: torch.device) -> None:
         self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self.lengths = torch.zeros(num_envs, dtype=torch.int64, device=device)
-        self.finished: deque[dict[str, float]] = deque(maxlen=WINDOW)
-        self.count = 0
+        self.lengths = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        # One place more than the window holds: what is not to be kept is written there.
+        self.kept = torch.full((WINDOW + 1, len(FIGURES)), torch.nan, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
         """Episodes finished so far."""
 
-    def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: dict[str, Tensor]) -> None:
+    @torch.no_grad()
+    def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: Mapping[str, Tensor]) -> None:
         """Take in a rollout, [T, N] each."""
-        counted = torch.where(valid, rewards.double(), 0.0)
-        last_rows = ended.any(dim=1).nonzero().flatten().tolist()
-        first = 0
-        for row in [*last_rows, None]:
-            stretch = slice(first, None if row is None else row + 1)
-            self.returns += counted[stretch].sum(0)
-            self.lengths += valid[stretch].sum(0)
-            if row is None:
-                break
-            self._finish(row, ended[row] & valid[row], outcome)
-            self.returns.masked_fill_(ended[row], 0.0)
-            self.lengths.masked_fill_(ended[row], 0)
-            first = row + 1
+        returns, self_returns = _since_start(torch.where(valid, rewards.double(), 0.0), ended, self.returns)
+        lengths, self_lengths = _since_start(valid.double(), ended, self.lengths)
+        self.returns.copy_(self_returns)
+        self.lengths.copy_(self_lengths)
+        pnl = outcome["pnl"].double() if "pnl" in outcome else torch.full_like(returns, torch.nan)
+        finished = (ended & valid).flatten()
+        number = finished.cumsum(0)
+        kept = finished & (number > number[-1] - WINDOW)
+        place = torch.where(kept, (self.count + number - 1) % WINDOW, WINDOW)
+        rows = torch.stack((returns, lengths, pnl), dim=-1).flatten(0, 1)
+        self.kept.scatter_(0, place.unsqueeze(-1).expand_as(rows), rows)
+        self.count += number[-1]
 
-    def _finish(self, row: int, finished: Tensor, outcome: dict[str, Tensor]) -> None:
-        figures = {"return": self.returns, "length": self.lengths.double()}
-        if "pnl" in outcome:
-            figures["pnl"] = outcome["pnl"][row].double()
-        for episode in torch.stack(list(figures.values()), dim=1)[finished].tolist():
-            self.finished.append(dict(zip(figures, episode, strict=True)))
-            self.count += 1
+    def figures(self) -> dict[str, Tensor]:
+        """Means over the last finished episodes, by name; NaN before the first one."""
+        held = torch.arange(WINDOW, device=self.kept.device) < self.count
+        sums = torch.where(held.unsqueeze(-1), self.kept[:-1], 0.0).sum(0)
+        return dict(zip(FIGURES, (sums / self.count.clamp(max=WINDOW)).unbind(), strict=True))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Running sums, and the finished episodes the means still cover."""
-        return {
-            "returns": self.returns.clone(),
-            "lengths": self.lengths.clone(),
-            "finished": [dict(episode) for episode in self.finished],
-            "count": self.count,
-        }
+        return {name: value.clone() for name, value in self._state().items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from what `state_dict` returned."""
-        self.returns.copy_(state["returns"])
-        self.lengths.copy_(state["lengths"])
-        self.finished = deque((dict(episode) for episode in state["finished"]), maxlen=WINDOW)
-        self.count = state["count"]
+        for name, value in self._state().items():
+            value.copy_(state[name])
 
-    def mean(self, name: str) -> float:
-        """Mean over the last finished episodes; NaN before the first one."""
-        found = [episode[name] for episode in self.finished if name in episode]
-        return sum(found) / len(found) if found else float("nan")
+    def _state(self) -> dict[str, Tensor]:
+        return {"returns": self.returns, "lengths": self.lengths, "kept": self.kept, "count": self.count}
+
+
+def _since_start(values: Tensor, ended: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of [T, N] since each episode's start up to each row, and what is open after the last row, [N].
+
+    before: [N], sums of the episodes under way
+    """
+    rows = torch.arange(1, len(values) + 1, device=values.device).unsqueeze(1)
+    sums = torch.cat((torch.zeros_like(before).unsqueeze(0), before + values.cumsum(0)))
+    # The number of the row after which the row's episode began; 0 for one that was under way.
+    begun = torch.where(ended, rows, 0).cummax(0).values
+    begun = torch.cat((torch.zeros_like(begun[:1]), begun))
+    taken = torch.where(begun > 0, sums.gather(0, begun), 0.0)
+    since = sums[1:] - taken[:-1]
+    return since, sums[-1] - taken[-1]

@@ -202,7 +202,7 @@ class GradientNorms:
         present = list(gradients)
         squares = torch.stack(torch._foreach_norm(list(gradients.values()))).square()
         members = self.members if len(present) == len(self.parameters) else self.members[:, present]
-        return squares.sum().sqrt(), (members @ squares.to(members.dtype)).sqrt()
+        return squares.sum().sqrt(), (members * squares.to(members.dtype)).sum(-1).sqrt()
 
     def named(self, norms: Tensor) -> dict[str, Tensor]:
         """The groups' norms [G] by name, and how far apart two critics are."""

@@ -244,6 +244,10 @@ class VarianceGradientScaler:
         if self._means:
             self._means[index].zero_()
 
+    def statistics(self) -> list[Tensor]:
+        """The tensors that `update_statistics` changes, themselves."""
+        return [self._steps, self._second_moment, self._noise, self._signal, *self._means]
+
     def _index_of(self, parameter: Tensor) -> int:
         return next(index for index, mine in enumerate(self.parameters) if mine is parameter)
 

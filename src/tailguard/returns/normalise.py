@@ -78,10 +78,13 @@ class RunningMoments:
         self.squares = torch.zeros_like(self.mean)
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.std = torch.ones_like(self.mean)
+        self.started = False
+        """Whether there was an update: the same as `count > 0`, known without asking the device."""
 
     @torch.no_grad()
     def update(self, batch: Tensor, mask: Tensor | None = None) -> MomentsChange:
         """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983); rows where mask [...] is False do not count."""
+        self.started = True
         rows = batch.reshape(-1, *self.mean.shape)
         if mask is None:
             mask = torch.ones(rows.shape[0], dtype=torch.bool, device=batch.device)
@@ -132,6 +135,7 @@ class RunningMoments:
                     f"{tuple(mine.shape)}; use the observations (features, window) the agent was saved with"
                 )
             mine.copy_(state[name])
+        self.started = bool(self.count > 0)
         self._refresh_std()
 
     def _refresh_std(self) -> None:

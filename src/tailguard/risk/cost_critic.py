@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tailguard.shuffle import shuffled
+
 
 class CostCritic(nn.Module):
     """A small network of its own, on the reward critic's features and the observation.
@@ -15,7 +17,9 @@ class CostCritic(nn.Module):
     length to which gradients are clipped are the same with and without it.
     """
 
-    def __init__(self, input_size: int, hidden: Sequence[int], learning_rate: float) -> None:
+    def __init__(
+        self, input_size: int, hidden: Sequence[int], learning_rate: float, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for width in hidden:
@@ -25,7 +29,11 @@ class CostCritic(nn.Module):
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
         self.network = nn.Sequential(*layers, last)
-        self.optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate, eps=1e-5)
+        self.to(device)
+        # `capturable`: steps that can be recorded in a CUDA graph; it asks for parameters that are there already.
+        self.optimizer = torch.optim.Adam(
+            self.parameters(), lr=learning_rate, eps=1e-5, capturable=torch.device(device).type == "cuda"
+        )
 
     def forward(self, features: Tensor, obs: Tensor) -> Tensor:
         """Features [..., H] and observations [..., O] to the expected cost to come, [...]."""
@@ -50,7 +58,7 @@ class CostCritic(nn.Module):
         parts = max(1, round(len(rows) / minibatch))
         losses = []
         for _ in range(epochs):
-            order = torch.randperm(len(rows), generator=generator, device=rows.device)
+            order = shuffled(len(rows), generator)
             for index in order.tensor_split(parts):
                 error = self.network(rows[index]).squeeze(-1) - wanted[index]
                 loss = (error.square() * counts[index]).sum() / counts[index].sum().clamp(min=1)

@@ -1,0 +1,156 @@
+"""How the learner's functions are run: as they are, compiled, or recorded as CUDA graphs and replayed.
+
+A recorded function is one launch instead of thousands. It always works on the same memory, so everything that lives
+from one iteration to the next keeps its place: weights, statistics and hyper-parameters are changed in place anyway,
+and what a function returns anew, it hands to `Runtime.keep`. The first iterations run as they are. They let compilers,
+optimisers and libraries make what they make on first use, and they are real iterations: nothing has to be undone.
+Recording itself computes nothing, and random generators go on inside a graph exactly as they would outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from tailguard.envs.protocol import FunctionalEnv
+
+RuntimeKind = Literal["auto", "eager", "compile", "graph"]
+Mode = Literal["eager", "compile", "graph"]
+
+WARMUP = 2
+"""Iterations before anything is recorded."""
+
+Kept = TypeVar("Kept")
+Result = TypeVar("Result")
+
+
+def obstacle(env: Any, device: torch.device, on_nonfinite: str) -> str | None:
+    """Why iterations cannot be recorded here, in words; None if they can."""
+    if device.type != "cuda":
+        return f"CUDA graphs need a GPU, and this is {device.type}"
+    if not isinstance(env, FunctionalEnv):
+        return f"the steps of {type(env).__name__} are not a pure function of tensors (see FunctionalEnv)"
+    if on_nonfinite == "skip":
+        return "on_nonfinite: skip has to look at every minibatch"
+    return None
+
+
+class Runtime:
+    """Runs functions in one of the three ways."""
+
+    def __init__(self, kind: RuntimeKind, env: Any, device: torch.device, on_nonfinite: str) -> None:
+        why_not = obstacle(env, device, on_nonfinite)
+        self.refusal: str | None = None
+        """What to tell the user where the wish for graphs could not be met."""
+        self.mode: Mode = "eager" if kind == "auto" else kind
+        if kind == "graph" and why_not is not None:
+            self.mode = "eager"
+            self.refusal = f"runtime: running eagerly, not as a graph: {why_not}"
+        if kind == "auto" and device.type == "cuda":
+            self.mode = "graph" if why_not is None else "eager"
+            self.refusal = None if why_not is None else f"runtime: running eagerly, which is slower: {why_not}"
+        self.device = device
+        self.generators: list[torch.Generator] = []
+        """Random streams that recorded functions draw from."""
+        self.iterations = 0
+        self._compiled: dict[str, Callable[..., Any]] = {}
+        self._recorded: dict[Hashable, _Recorded] = {}
+        self._pool: Any = None
+
+    @property
+    def looks(self) -> bool:
+        """Whether a value on the device may be read in the middle of an iteration."""
+        return self.mode != "graph"
+
+    @property
+    def recording(self) -> bool:
+        """Whether functions are recorded and replayed by now."""
+        return self.mode == "graph" and self.iterations >= WARMUP
+
+    def compiled(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """The function, compiled for fixed shapes unless the mode is eager."""
+        if self.mode == "eager":
+            return function
+        name = function.__qualname__
+        if name not in self._compiled:
+            # The compiler counts recompilations by code object: every learner must have its own.
+            own = FunctionType(function.__code__.replace(), function.__globals__, name, function.__defaults__)
+            self._compiled[name] = torch.compile(own, dynamic=False)
+        return self._compiled[name]
+
+    def run(self, key: Hashable, function: Callable[..., Result], *inputs: Tensor) -> Result:
+        """Call the function; when recording, replay what was recorded under this key, on copies of the inputs.
+
+        What it returns is then the same memory every time.
+        """
+        if not self.recording:
+            return function(*inputs)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(function, inputs)
+        result: Result = self._recorded[key].replay(inputs)
+        return result
+
+    def keep(self, before: Kept, after: Kept) -> Kept:
+        """What to go on with in the place of `before`: when recording, `before` itself, filled with the new values."""
+        if not self.recording:
+            return after
+        copy_into(before, after)
+        return before
+
+    def forget(self) -> None:
+        """Drop what was recorded: something has moved to other memory, as when a state is loaded."""
+        self._recorded.clear()
+
+    def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recorded:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        held = tuple(value.clone() for value in inputs)
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
+            result = function(*held)
+        return _Recorded(graph, held, result)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorded:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    result: Any
+
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
+
+
+def copy_into(before: Any, after: Any) -> None:
+    """Copy all tensors of a structure into those of another one of the same kind."""
+    old, new = list(tensors_of(before)), list(tensors_of(after))
+    if len(old) != len(new):
+        raise ValueError(f"a structure of {len(new)} tensors cannot take the place of one of {len(old)}")
+    for mine, value in zip(old, new, strict=True):
+        if mine is not value:
+            mine.copy_(value)
+
+
+def tensors_of(structure: Any) -> Iterator[Tensor]:
+    """All tensors in dataclasses, mappings and sequences, in a fixed order."""
+    if isinstance(structure, Tensor):
+        yield structure
+    elif dataclasses.is_dataclass(structure):
+        for field in dataclasses.fields(structure):
+            yield from tensors_of(getattr(structure, field.name))
+    elif isinstance(structure, Mapping):
+        for value in structure.values():
+            yield from tensors_of(value)
+    elif isinstance(structure, Sequence) and not isinstance(structure, str):
+        for value in structure:
+            yield from tensors_of(value)

@@ -1,0 +1,64 @@
+"""Figures on the device: their means over an iteration's minibatches, and all of them read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+class Tally:
+    """Adds up figures, each a number or a row of numbers; the first minibatch says which ones there are."""
+
+    def __init__(self) -> None:
+        self.names: tuple[str, ...] = ()
+        self.sizes: tuple[int, ...] = ()
+        self.sums = torch.zeros(0)
+        self.count = torch.zeros(())
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.sums.zero_()
+        self.count.zero_()
+
+    @torch.no_grad()
+    def add(self, figures: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
+        """Take in a minibatch's figures, unless `counts`, a bool on the device, says no."""
+        row = torch.cat([value.detach().reshape(-1).double() for value in figures.values()])
+        if not self.names:
+            self.names = tuple(figures)
+            self.sizes = tuple(value.numel() for value in figures.values())
+            self.sums, self.count = torch.zeros_like(row), torch.zeros_like(row[0])
+        self.sums += row if counts is None else torch.where(counts, row, 0.0)
+        self.count += 1.0 if counts is None else counts
+
+    def means(self) -> dict[str, Tensor]:
+        """The figures' means by name, NaN where no minibatch counted; nothing before the first minibatch ever."""
+        if not self.names:
+            return {}
+        parts = torch.split(self.sums / self.count, list(self.sizes))
+        return {
+            name: part.squeeze(0) if size == 1 else part
+            for name, part, size in zip(self.names, parts, self.sizes, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Numbers by name, in one row, so that reading them all waits for the device once."""
+
+    names: tuple[str, ...]
+    row: Tensor
+    """[names] float64"""
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Tensor]) -> Self:
+        """Put 0-dim tensors of any type together."""
+        return cls(tuple(figures), torch.stack([value.detach().double() for value in figures.values()]))
+
+    def read(self) -> dict[str, float]:
+        """The numbers."""
+        return dict(zip(self.names, self.row.tolist(), strict=True))

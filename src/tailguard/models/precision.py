@@ -1,0 +1,52 @@
+"""Where the network may compute in bfloat16, and where it must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def is_narrow(precision: Precision, device: torch.device) -> bool:
+    """Whether trunks compute in bfloat16: `auto` says so on a GPU."""
+    return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    """A context in which matrix products are as narrow as asked for."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_narrow(precision, device))
+
+
+@contextmanager
+def tensor_cores(allowed: bool) -> Iterator[None]:
+    """A context in which float32 products may round their factors to TF32's 11 bits, which a GPU takes 8 times faster.
+
+    Features that come from bfloat16 lose nothing by it. Both acting and learning see the same rounded weights.
+    """
+    before = torch.get_float32_matmul_precision()
+    if allowed:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def full_precision(layers: Sequence[nn.Linear], features: Tensor) -> list[Tensor]:
+    """Last layers that read the same features, in one product and outside autocast, one output each.
+
+    8 bits would quantise a value, and a mean, whose error the ratio exponentiates.
+    """
+    with torch.autocast(features.device.type, enabled=False):
+        if len(layers) == 1:
+            return [layers[0](features.to(layers[0].weight.dtype))]
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = torch.cat([layer.bias for layer in layers])
+        output = F.linear(features.to(weight.dtype), weight, bias)
+    return list(torch.split(output, [layer.out_features for layer in layers], dim=-1))

@@ -1,0 +1,140 @@
+"""An LSTM layer over whole segments, with a backward pass of its own.
+
+Automatic differentiation of a loop over cells gives every step its own product for the gradient of the weights. Here
+the loop hands back the gradients of all steps' gates, and what can be done for all steps at once is: one product for
+the recurrent weights, and outside, one for the input weights and one for the inputs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def _load_kernels() -> ModuleType | None:
+    """The Triton kernels, where there is a GPU and the Triton that comes with PyTorch for it."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from tailguard.models import recurrence_kernels
+    except ImportError:
+        return None
+    return recurrence_kernels
+
+
+KERNELS = _load_kernels()
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
+def recurrence(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden states and cells after every row, [T, N, H] each, of an LSTM layer.
+
+    The cells and the arithmetic on them are in the precision of `c`, at least float32; products and hidden states in
+    that of `gates`: a cell is a running sum, which 8 bits would lose.
+
+    gates:          [T, N, 4H], what the inputs and the biases give each gate, in the order i, f, g, o
+    weight:         [4H, H], recurrent
+    h, c:           [N, H], before the first row
+    episode_start:  [T, N] bool: the state is cleared before the row is read
+    """
+    if not torch.is_grad_enabled():
+        return cast(tuple[Tensor, Tensor], _without_gradient(gates, weight, h, c, episode_start))
+    found: tuple[Tensor, Tensor] = _Recurrence.apply(gates, weight, h, c, episode_start)  # type: ignore[no-untyped-call]
+    return found
+
+
+@torch.library.custom_op("tailguard::recurrence", mutates_args=())
+def _without_gradient(
+    gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One operation to a compiler, which would unroll the loop over rows."""
+    hidden, cells, _ = _forward(gates, weight.to(gates.dtype), h.to(gates.dtype), c, episode_start, keep=False)
+    return hidden, cells
+
+
+@_without_gradient.register_fake
+def _(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    shape = (*gates.shape[:2], weight.shape[1])
+    return gates.new_empty(shape), c.new_empty(shape)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        gates, weight, h, c, episode_start = inputs
+        narrow, first = weight.to(gates.dtype), h.to(gates.dtype)
+        hidden, cells, active = _forward(gates, narrow, first, c, episode_start, keep=True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(narrow, first, c, episode_start, hidden, cells, active)
+        ctx.dtypes = gates.dtype, weight.dtype, h.dtype, c.dtype
+        return hidden, cells
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight, h, c, episode_start, hidden, cells, active = ctx.saved_tensors
+        of_hidden, of_cells = gradients
+        if of_hidden is None:
+            of_hidden = torch.zeros_like(hidden)
+        of_gates, of_h, of_c = _backward(of_hidden, of_cells, weight, c, episode_start, cells, active)
+        before = torch.cat((h.unsqueeze(0), hidden[:-1])).masked_fill_(episode_start.unsqueeze(-1), 0.0)
+        of_weight = of_gates.flatten(0, 1).t() @ before.flatten(0, 1)
+        made = of_gates, of_weight, of_h, of_c
+        return (*(value.to(dtype) for value, dtype in zip(made, ctx.dtypes, strict=True)), None)
+
+
+def _forward(
+    gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, cells, and if asked for (else empty) the gates after their non-linearities, [T, N, 4H]."""
+    if KERNELS is not None and gates.is_cuda:
+        return cast(_Three, KERNELS.forward(gates, weight, h, c, episode_start, keep))
+    hidden, cells, active = [], [], []
+    for row, start in zip(gates, episode_start, strict=True):
+        h, c = (part.masked_fill(start[:, None], 0.0) for part in (h, c))
+        i, f, g, o = torch.addmm(row, h, weight.t()).to(c.dtype).chunk(4, dim=-1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        c = f * c + i * g
+        h = (o * c.tanh()).to(gates.dtype)
+        hidden.append(h)
+        cells.append(c)
+        if keep:
+            active.append(torch.cat((i, f, g, o), dim=-1).to(gates.dtype))
+    return torch.stack(hidden), torch.stack(cells), torch.stack(active) if keep else gates.new_empty(0)
+
+
+def _backward(
+    of_hidden: Tensor,
+    of_cells: Tensor | None,
+    weight: Tensor,
+    c: Tensor,
+    episode_start: Tensor,
+    cells: Tensor,
+    active: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the gates' inputs, [T, N, 4H], and of the state before the first row, [N, H] each."""
+    if KERNELS is not None and active.is_cuda:
+        return cast(_Three, KERNELS.backward(of_hidden, of_cells, weight, c, episode_start, cells, active))
+    of_gates = torch.empty_like(active)
+    of_h, of_c = torch.zeros_like(c), torch.zeros_like(c)
+    for t in reversed(range(len(active))):
+        start = episode_start[t, :, None]
+        before = (cells[t - 1] if t else c).masked_fill(start, 0.0)
+        i, f, g, o = active[t].to(c.dtype).chunk(4, dim=-1)
+        of_h = of_h + of_hidden[t]
+        if of_cells is not None:
+            of_c = of_c + of_cells[t]
+        shown = cells[t].tanh()
+        of_c = of_c + of_h * o * (1 - shown * shown)
+        parts = (
+            of_c * g * i * (1 - i),
+            of_c * before * f * (1 - f),
+            of_c * i * (1 - g * g),
+            of_h * shown * o * (1 - o),
+        )
+        of_gates[t] = torch.cat(parts, dim=-1)
+        of_h = (of_gates[t] @ weight).to(c.dtype).masked_fill(start, 0.0)
+        of_c = (of_c * f).masked_fill(start, 0.0)
+    return of_gates, of_h, of_c
