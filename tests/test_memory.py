@@ -1,0 +1,47 @@
+"""Out of memory is a message that names the setting, the bytes and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from tailguard.errors import ConfigError
+from tailguard.memory import free_memory, in_words, is_out_of_memory, told_when_out_of_memory
+
+
+def test_bytes_as_people_write_them() -> None:
+    assert [in_words(size) for size in (0, 999, 1_500, 61.34e9, 3.7e12, 4e30)] == [
+        *("0 bytes", "999 bytes", "1.5 kB", "61.3 GB", "3.7 TB"),
+        "4,000,000,000,000 EB",
+    ]
+
+
+def test_free_memory_is_that_of_the_machine_or_of_the_limit() -> None:
+    with open("/proc/meminfo") as file:
+        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal"))
+    assert 0 < free_memory() <= total
+    script = (
+        "import resource; from tailguard.memory import free_memory, _kilobytes; from pathlib import Path\n"
+        "used = _kilobytes(Path('/proc/self/status'), 'VmData')\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (int(used) + 50_000_000, -1)); print(free_memory())"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(found.stdout) == pytest.approx(50_000_000, rel=0.2)
+
+
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8), lambda: np.ones((2**50,))])
+def test_an_allocation_that_fails_is_told_in_one_sentence(allocate) -> None:
+    message = r"out of memory when .* more were asked for\. Make it smaller"
+    with pytest.raises(ConfigError, match=message) as caught, told_when_out_of_memory("Make it smaller"):
+        allocate()
+    assert is_out_of_memory(caught.value.__cause__)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="shape"), told_when_out_of_memory("Make it smaller"):
+        torch.zeros(2).reshape(3)
