@@ -31,8 +31,8 @@ DEMO_SETTINGS = (
 pays or costs within hours, so a short horizon sees as much of it and far less noise.
 
 The budget: the worst fifth of weeks may lose a tenth on average. A test year has ten such weeks, and their mean is
-known to some 5 % of equity: a tighter limit, or the worst twentieth, could be kept, and a year could not tell. The price
-of risk is above zero only at the beginning, while the agent explores widely and breaks the budget."""
+known to some 5 % of equity: a tighter limit, or the worst twentieth, could be kept, and a year could not tell. The
+price of risk is above zero only at the beginning, while the agent explores widely and breaks the budget."""
 
 
 def demo_config(seed: int) -> RunConfig:
