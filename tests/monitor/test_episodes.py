@@ -67,3 +67,18 @@ def test_means_cover_the_last_hundred_episodes() -> None:
     assert float(figures["return"]) == pytest.approx(np.mean(np.arange(150, 250)))
     assert float(figures["length"]) == 1.0
     assert figures["pnl"].isnan()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_return_that_is_not_finite_does_not_outlive_its_episode(poison: float) -> None:
+    """A rollout that is left out because of such a reward must not spoil the returns of all that follows."""
+    tracker = EpisodeTracker(1, torch.device("cpu"))
+    rewards, valid = torch.ones(6, 1), torch.ones(6, 1, dtype=torch.bool)
+    ended = torch.tensor([0, 1, 0, 1, 0, 0]).bool().unsqueeze(1)
+    rewards[1] = poison  # in the first of three episodes, the last of which is open
+    tracker.add(rewards, ended, valid, {})
+    assert not math.isfinite(tracker.kept[0, 0])
+    assert tracker.kept[1].tolist() == pytest.approx([2.0, 2.0, math.nan], nan_ok=True)
+    assert tracker.returns.tolist() == [2.0]
+    tracker.add(torch.ones(6, 1), ended, valid, {})
+    assert tracker.kept[2:4, 0].tolist() == [4.0, 2.0]
