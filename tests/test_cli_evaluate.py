@@ -204,6 +204,12 @@ def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkey
     assert first.output.count("trains:") == 2
     assert "did better than buy & hold in" in first.output
     assert (tmp_path / "runs" / "walk" / "walk_forward.html").stat().st_size < 10e6
+    with pytest.raises(ConfigError, match=r"runs/walk: a walk forward, which has a page of its own: .*html"):
+        run("report", "runs/walk")
+    with pytest.raises(
+        ConfigError, match="runs/walk: a walk forward; to go on with it, give the command that began it"
+    ):
+        CliRunner().invoke(tailguard_app, ["train", "--resume", "runs/walk"], catch_exceptions=False)
     again = CliRunner().invoke(tailguard_app, command)
     assert again.output.count("is finished:") == 2
     assert again.output.splitlines()[-5:] == first.output.splitlines()[-5:]

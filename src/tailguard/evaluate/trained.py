@@ -90,7 +90,9 @@ def open_run(folder: Path) -> TrainedRun:
 
 def run_config(folder: Path) -> RunConfig:
     """The settings of the run in this folder."""
-    path = folder / "config.yaml"
+    path, page = folder / "config.yaml", folder / "walk_forward.html"
+    if page.is_file():
+        raise ConfigError(f"{folder}: a walk forward, which has a page of its own: {page}")
     if not path.is_file():
         raise ConfigError(f"{folder}: no run here: {path.name} is missing. Give the folder of a run, as runs/demo")
     return load_config(path)

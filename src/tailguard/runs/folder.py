@@ -22,6 +22,8 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 AGENT = "agent"
 LOCK = ".lock"
+PLAN = "walk_forward.json"
+"""What a walk forward was begun with; a folder with it is none of a single run."""
 NAMES = (CONFIG, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
 """Everything that a run writes; nothing else in the folder is ever touched."""
 _LEFTOVER = re.compile(r"\.(config\.yaml|metrics\.jsonl|latest)\.\d+\.partial")
@@ -44,6 +46,10 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """The settings that the run was begun with."""
+        if (self.path / PLAN).is_file():
+            raise ConfigError(
+                f"{self.path}: a walk forward; to go on with it, give the command that began it once more"
+            )
         if not self.holds_a_run():
             raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
         return load_config(self.config_path)

@@ -24,14 +24,13 @@ from tailguard.evaluate.trained import build_agent
 from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, count_trials, record_trial, settings_hash
 from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-from tailguard.runs.folder import LOCK, RunFolder
+from tailguard.runs.folder import LOCK, PLAN, RunFolder
 from tailguard.runs.training import prepare_device, train_to_the_end
 from tailguard.sealed import replace_synced
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
-PLAN = "walk_forward.json"
 SETTINGS = "settings.yaml"
 """Not config.yaml, by which a folder is known as that of a single run."""
 
