@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tailguard import cli_evaluate
+from tailguard import cli_bench, cli_evaluate
 from tailguard._version import __version__
 from tailguard.errors import ConfigError, RunError, TailguardError
 from tailguard.memory import told_when_out_of_memory
@@ -127,6 +127,7 @@ def train(
 app.command()(cli_evaluate.backtest)
 app.command()(cli_evaluate.report)
 app.command()(cli_evaluate.compare)
+app.command()(cli_bench.bench)
 
 
 @app.command("config")
