@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -11,7 +11,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from tailguard.evaluate.backtest import BacktestResult
     from tailguard.evaluate.bootstrap import Interval
+    from tailguard.evaluate.calibration import RiskBudget
     from tailguard.evaluate.standing import Standing
 
 TURNOVER, AHEAD, FALL = "turnover/d", "agent ahead", "max fall"
@@ -28,7 +30,7 @@ def print_standing(standing: Standing, title: str, console: Console) -> None:
         for heading in shown:
             table.add_column(heading.replace("[", "\\["), justify="right", no_wrap=True)
         for name in standing.results:
-            table.add_row(name, *(cells[name].replace("[", "\\[") for cells in shown.values()))
+            table.add_row(name, *(cells.get(name, "–").replace("[", "\\[") for cells in shown.values()))
         if Measurement.get(console, console.options.update_width(1_000), table).maximum <= console.width:
             break
     console.print(table)
@@ -42,21 +44,30 @@ def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
         "Sharpe [95 %]": {name: with_interval(found) for name, found in standing.sharpes.items()},
         FALL: {name: percent(each["max_drawdown"]) for name, each in figures.items()},
     }
+    heading, tails = tail_column(standing.results, standing.budgets)
+    columns[heading] = tails
     if standing.budgets:
-        first = next(iter(standing.budgets.values()))
-        what = "CVaR" if first.outcome == "return" else "fall"
-        window = short_window(first.horizon, next(iter(standing.results.values())).bars_per_year)
-        columns[f"{what} {100 * first.alpha:g} %/{window}"] = {
-            name: percent(found.cvar.estimate) for name, found in standing.budgets.items()
-        }
         columns["budget"] = {name: str(found.verdict) for name, found in standing.budgets.items()}
-    else:
-        columns["CVaR 5 %/wk"] = {name: percent(each.get("cvar_5_week", math.nan)) for name, each in figures.items()}
     columns[TURNOVER] = {name: f"{each['turnover_per_day']:.2f}" for name, each in figures.items()}
     columns[AHEAD] = {
         name: p_value(standing.beaten[name].p_value) if name in standing.beaten else "" for name in standing.results
     }
     return columns
+
+
+def tail_column(results: Mapping[str, BacktestResult], budgets: Mapping[str, RiskBudget]) -> tuple[str, dict[str, str]]:
+    """Heading and cells of the mean of the worst windows: the budget's, or of the worst 5 % of weeks without one.
+
+    Of the worst 5 % of bars where the record has no week.
+    """
+    own = next(iter(results.values()))
+    if budgets:
+        first = next(iter(budgets.values()))
+        what = "CVaR" if first.outcome == "return" else "fall"
+        heading = f"{what} {100 * first.alpha:g} %/{short_window(first.horizon, own.bars_per_year)}"
+        return heading, {name: percent(found.cvar.estimate) for name, found in budgets.items()}
+    span, unit = ("week", "wk") if "cvar_5_week" in own.metrics else ("bar", "bar")
+    return f"CVaR 5 %/{unit}", {name: percent(result.metrics[f"cvar_5_{span}"]) for name, result in results.items()}
 
 
 def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:

@@ -107,7 +107,13 @@ def train(
             verbose=verbose,
         )
         trained = TrainedRun(folder, config, agent, bars, split, synthetic)
-        result = RunResult(folder, agent, standing(beside_baselines(trained, split.test), own_budget(config)))
+        with console.status("") as status:
+
+            def show(name: str) -> None:
+                status.update(f"test     {name}")
+
+            results = beside_baselines(trained, trained.part("test"), before_each=show)
+            result = RunResult(folder, agent, standing(results, own_budget(config), before_each=show))
         note = _write_down(trained, result)
     console.print()
     print_standing(result.standing, "test, net of costs", console)

@@ -11,7 +11,7 @@ from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
-from tailguard.evaluate.table import growth, number, p_value, percent, with_interval
+from tailguard.evaluate.table import growth, number, p_value, percent, tail_column, with_interval
 
 SECTIONS = {
     "equity": "Did it grow?",
@@ -72,28 +72,27 @@ def _growth(page: Page, evidence: Evidence) -> None:
         "Equity on the test period, net of all costs, and how far below its high it was. The agent never saw these "
         "bars. Click a name to hide or show a line.",
     )
-    week = "cvar_5_week" if "cvar_5_week" in evidence.agent.metrics else "cvar_5_bar"
+    heading, tails = tail_column(evidence.results, evidence.budgets)
     rows = []
     for name, result in evidence.results.items():
-        figures, ratio = result.metrics, evidence.sharpes[name]
-        difference, judged = evidence.beaten.get(name), evidence.budgets.get(name)
+        figures, difference = result.metrics, evidence.beaten.get(name)
+        judged = evidence.budgets.get(name)
         rows.append(
             (
                 name,
                 growth(figures["growth_per_year"]),
-                with_interval(ratio),
+                with_interval(evidence.sharpes[name]),
                 percent(figures["max_drawdown"]),
-                percent(figures[week]),
-                *([str(judged.verdict)] if judged is not None else []),
+                tails.get(name, "–"),
+                *(["–" if judged is None else str(judged.verdict)] if evidence.budgets else []),
                 percent(figures["volatility"], sign=False),
                 f"{figures['turnover_per_day']:.2f}",
                 percent(costs_per_year(result), sign=False),
                 "–" if difference is None else p_value(difference.p_value),
             )
         )
-    headings = ["policy", "growth/yr", "Sharpe [95 % interval]", "deepest fall"]
-    headings += [f"CVaR 5 %, {week.removeprefix('cvar_5_')}", *(["budget"] if evidence.budgets else [])]
-    headings += ["volatility/yr", "turnover/day", "costs/yr", "agent ahead"]
+    headings = ["policy", "growth/yr", "Sharpe [95 % interval]", "deepest fall", heading]
+    headings += [*(["budget"] if evidence.budgets else []), "volatility/yr", "turnover/day", "costs/yr", "agent ahead"]
     page.table(
         headings,
         rows,
