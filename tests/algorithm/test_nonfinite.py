@@ -79,6 +79,19 @@ def test_where_every_minibatch_is_skipped_no_weight_moves(make_learner: Any, tam
     assert not learner.optimizer.state.get(learner.agent.action_head.linear.weight)
 
 
+def test_where_every_minibatch_is_skipped_the_kl_penalty_stands_still(make_learner: Any, tamper: Any) -> None:
+    """A policy that was not moved says nothing about the penalty that should hold it."""
+    learner = make_learner(
+        minibatch_size=72,
+        on_nonfinite="skip",
+        kl_penalty=0.5,
+        target_kl=0.01,
+        extensions=(tamper(spoil_log_prob(0, 0)),),
+    )
+    assert learner.iterate()["train/n_updates"] == 0
+    assert learner.state.kl_coef == 0.5
+
+
 def test_a_nan_gradient_under_a_finite_loss_is_caught(make_learner: Any) -> None:
     learner = make_learner(extensions=(BadGradient(),))
     with pytest.raises(NonFiniteError, match=r"gradient of action_head.linear.weight is not finite"):
