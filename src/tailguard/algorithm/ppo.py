@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -340,26 +341,21 @@ class DistributionalPPO:
         count = min(max(1, round(sequences * rows / config.minibatch_size)), sequences)
         self.tally.clear()
         self.stop.clear()
-        order = torch.empty(0)
-        for epoch in range(config.epochs):
-            shuffle = shuffled(sequences, self.generator)
-            order = order if epoch else shuffle
-            for index in shuffle.tensor_split(count):
-                self.runtime.run(
-                    ("minibatch", len(index)),
-                    lambda index: self._minibatch(batch, index, hyper, inner_resets),
-                    index,
-                )
-                if self.runtime.looks and bool(self.stop.stopped):
-                    break
+        # All drawn before the first is used: how far the epochs get must not change what is drawn later.
+        orders = [shuffled(sequences, self.generator).tensor_split(count) for _ in range(config.epochs)]
+        for index in chain.from_iterable(orders):
+            self.runtime.run(
+                ("minibatch", len(index)),
+                lambda index: self._minibatch(batch, index, hyper, inner_resets),
+                index,
+            )
             if self.runtime.looks and bool(self.stop.stopped):
                 break
         self.optimizer.zero_grad(set_to_none=True)
         if config.kl_penalty > 0 and config.target_kl is not None:
             # Measured after the last step: before it, a single minibatch an iteration would always show 0.
-            some = order.tensor_split(count)[0]
             self.final_kl = self.runtime.run(
-                "policy_kl", lambda index: self._policy_kl(batch.select(index), inner_resets), some
+                "policy_kl", lambda index: self._policy_kl(batch.select(index), inner_resets), orders[0][0]
             )
 
     @torch.no_grad()
