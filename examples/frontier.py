@@ -114,7 +114,8 @@ def settings(limit: float | None, plan: Plan) -> dict[str, Any]:
     return {
         "n_steps": plan.n_steps, "minibatch_size": plan.n_steps * plan.envs // plan.minibatches,
         "gamma": 0.95, "gae_lambda": 0.8, "learning_rate": f"linear:{rate}:{0.1 * rate}", "target_kl": 0.02,
-        "hidden": (32,), "lstm_size": 32, "critic": "scalar", "log_std_init": math.log(deviation),
+        "hidden": (32,), "lstm_size": 32, "critic": "scalar", "precision": "float32",
+        "log_std_init": math.log(deviation),
         "log_std_bounds": (math.log(deviation) - SHRINKS, 0.0),
     }  # fmt: skip
 
