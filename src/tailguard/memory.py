@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tailguard.errors import ConfigError
 
+_SAID = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -36,7 +37,7 @@ def free_memory(device: str = "cpu") -> float:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out: Python's own, or PyTorch's on a CPU or a GPU."""
     text = str(error).lower()
-    said = "can't allocate memory" in text or "not enough memory" in text or "out of memory" in text
+    said = any(words in text for words in _SAID)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and said)
 
 
