@@ -128,7 +128,7 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
         stagger=plan.n_steps, seed=plan.seed,
     )  # fmt: skip
     # Without a limit, a budget that nothing can break: the price of risk stays 0, and the tail is measured anyway.
-    risk = tg.RiskConfig(limit=-0.99 if limit is None else limit, alpha=ALPHA, kp=2.0, ki=0.05, cost_lambda=0.3)
+    risk = tg.RiskConfig(limit=-0.99 if limit is None else limit, alpha=ALPHA, kp=4.0, ki=0.1, cost_lambda=0.3)
     agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(limit, plan))
     course: list[list[float]] = []
 
