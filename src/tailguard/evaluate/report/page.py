@@ -59,7 +59,7 @@ class Page:
         """A table whose first column names the rows; the row named `own` stands out."""
         if caption:
             self.paragraph(caption, "soft")
-        head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
+        head = "".join(f'<th scope="col">{prose(text)}</th>' for text in headings)
         body = "".join(
             f"<tr{' class=own' if own is not None and row[0] == own else ''}>"
             + "".join(f"<td>{escape(cell)}</td>" for cell in row)
