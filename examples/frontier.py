@@ -212,9 +212,9 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 "arrayminus": [tail - 100 * row["unseen cvar low"] for row, tail in zip(rows, tails, strict=True)],
                 "thickness": 1,
             },
-            mode="lines+markers+text",
+            mode="lines+markers+text" if prefix else "lines+markers",
             text=["no limit" if row["limit"] is None else f"{100 * row['limit']:g} %" for row in rows],
-            textposition="top center" if prefix else "bottom center",
+            textposition="top center",
             marker={"size": 10},
             line={"color": colour},
             name=name,
@@ -227,9 +227,10 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
         xaxis_title=f"mean of the worst {100 * ALPHA:g} % of episodes, % of equity (dotted: the limits; bars: 95 %)",
         yaxis_title="mean of all episodes, % of equity",
         template="plotly_white",
+        height=600,
         legend={"x": 0.98, "y": 0.98, "xanchor": "right"},
     )
-    figure.write_html(out)
+    figure.write_html(out, config={"displayModeBar": False})
 
 
 def arguments() -> argparse.Namespace:
