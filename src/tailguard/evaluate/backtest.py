@@ -17,7 +17,7 @@ from tailguard.envs.episodes import EpisodeState, TradingTask
 from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Moment, Policy
-from tailguard.market import MarketConfig, Transition, build_market, open_accounts
+from tailguard.market import MarketConfig, build_market, open_accounts
 from tailguard.market.simulator import COST_KINDS
 from tailguard.validate import check_count, check_range
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from tailguard.envs.spec import TradingSpec
 
 Float = NDArray[np.float64]
+
+BOOKED = ("net", "pnl", "turnover", "unfilled", *COST_KINDS)
+"""What is kept of every bar's transition."""
 
 
 @runtime_checkable
@@ -240,7 +243,8 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
     rows: list[int] = []
     targets: list[Float] = []
     weights: list[Float] = []
-    transitions: list[Transition] = []
+    # Plain numbers: a million bars as tensors of one number each would fill the memory.
+    booked = np.empty((sum(end - begin for begin, end in stretches), len(BOOKED)))
     shielded: list[bool] = []
     liquidated = False
     for stretch, (begin, end) in enumerate(stretches):
@@ -267,12 +271,12 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
             shielded.append(held_back)
             state, transition = task.advance(state, tensor.nan_to_num(), tensor.isnan())
             liquidated = liquidated or bool(transition.liquidated[0])
+            booked[len(rows)] = torch.cat([getattr(transition, name) for name in BOOKED]).double().numpy()
             rows.append(row + 1)
             targets.append(target)
             weights.append(state.market.weights[0].double().numpy())
-            transitions.append(transition)
         account = state.market
-    return _collect(panel, rows, targets, weights, transitions, shielded, liquidated)
+    return _collect(panel, rows, targets, weights, booked, shielded, liquidated)
 
 
 def _check_target(target: Float, panel: Panel, row: int, config: MarketConfig) -> None:
@@ -298,12 +302,12 @@ def _collect(
     rows: list[int],
     targets: list[Float],
     weights: list[Float],
-    transitions: list[Transition],
+    booked: Float,
     shielded: list[bool],
     liquidated: bool,
 ) -> BacktestResult:
     def series(name: str) -> Float:
-        return torch.cat([getattr(transition, name) for transition in transitions]).double().numpy()
+        return np.ascontiguousarray(booked[:, BOOKED.index(name)])
 
     net = series("net")
     return BacktestResult(
