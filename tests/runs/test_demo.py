@@ -21,6 +21,9 @@ def test_the_demo_is_a_plain_config_with_the_seed_asked_for() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_agent_earns_at_least_60_percent_of_what_the_planted_signal_allows(tmp_path: Path, seed: int) -> None:
+def test_the_agent_finds_most_of_the_planted_signal_and_keeps_its_budget(tmp_path: Path, seed: int) -> None:
     result = run_demo(tmp_path / "demo", seed, Console(quiet=True))
     assert result.captured >= 0.6
+    budget = result.standing.budgets["agent"]
+    assert budget.horizon == 168
+    assert budget.verdict == "kept"
