@@ -1,6 +1,6 @@
 """Simulated steps per CPU-second with full costs, beside gym-anytrading in the same run, and what a market weighs.
 
-    python benchmarks/simulator.py
+    python benchmarks/simulator.py            about a minute
 
 One thread and the CPU time of this process (`time.process_time`), so that other load on the machine costs little. Each
 figure is the best of several repeats. A step is one bar of one environment.
@@ -8,13 +8,10 @@ figure is the best of several repeats. A step is one bar of one environment.
 
 from __future__ import annotations
 
-import gc
+import argparse
 import os
 import platform
-import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,71 +20,18 @@ import numpy as np
 import pandas as pd
 import torch
 from gym_anytrading.envs import StocksEnv
+from rich.console import Console
+from rich.table import Table
 
 import tailguard as tg
+from tailguard.bench.simulator import BATCHES, Rate, cpu_seconds, environment_rate, market_rate, rate_table
+from tailguard.bench.training import EPISODE
 from tailguard.data.panel import Panel
-from tailguard.data.prepare import PreparedBars, prepare
-from tailguard.market import Market, MarketConfig, build_market, open_accounts, step
+from tailguard.data.prepare import prepare
+from tailguard.market import MarketConfig, build_market, open_accounts, step
 
-BATCHES = (1, 64, 2_048, 16_384)
-EPISODE = 256
-REPEATS = 7
 WINDOW = 10
 PEER = "gym-anytrading"
-
-
-@dataclass(frozen=True)
-class Rate:
-    name: str
-    environments: int
-    seconds: float
-    """CPU time of one call that steps all environments."""
-
-    @property
-    def per_second(self) -> float:
-        return self.environments / self.seconds
-
-
-def cpu_seconds(episode: Callable[[], None], calls: int) -> float:
-    """CPU time of one of the calls that an episode makes, best of several."""
-    best = float("inf")
-    episode()
-    for _ in range(REPEATS):
-        gc.collect()
-        start = time.process_time()
-        episode()
-        best = min(best, (time.process_time() - start) / calls)
-    return best
-
-
-def random_actions(environments: int, assets: int) -> list[torch.Tensor]:
-    return list(torch.rand(EPISODE, environments, assets) * 2 - 1)
-
-
-def market_rate(name: str, market: Market, environments: int) -> Rate:
-    """The market alone: target weights in, equity and costs out."""
-    first = torch.randint(0, market.rows - EPISODE - 1, (environments,))
-    targets = random_actions(environments, market.assets)
-
-    def episode() -> None:
-        state = open_accounts(first, market.assets, market.dtype)
-        for target in targets:
-            state, _ = step(market, state, target)
-
-    return Rate(name, environments, cpu_seconds(episode, EPISODE))
-
-
-def environment_rate(prepared: PreparedBars, environments: int) -> Rate:
-    """The whole environment: actions in, observations, rewards and restarts out."""
-    env = tg.TradingEnv(prepared, num_envs=environments, episode_length=EPISODE, stagger=EPISODE // 8)
-    actions = random_actions(environments, env.task.market.assets)
-
-    def episode() -> None:
-        env.reset(seed=0)
-        for action in actions:
-            env.step(action)
-
-    return Rate(f"Tailguard TradingEnv, {env.observation_size} inputs", environments, cpu_seconds(episode, EPISODE))
 
 
 def peer_rate(panel: Panel, environments: int) -> Rate:
@@ -110,34 +54,7 @@ def peer_rate(panel: Panel, environments: int) -> Rate:
             env.step(action)
 
     name = f"{PEER} StocksEnv" if environments == 1 else f"{PEER} in SyncVectorEnv"
-    return Rate(name, environments, cpu_seconds(episode, EPISODE))
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-    for row in (header, *rows):
-        first, *rest = (
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join((first, *rest)))
-
-
-def print_rates(rates: Sequence[Rate]) -> None:
-    peer = max(rate.per_second for rate in rates if rate.name.startswith(PEER))
-    print_table(
-        ("", "environments", "µs a call", "steps per CPU-second", f"× best {PEER}"),
-        [
-            (
-                rate.name,
-                f"{rate.environments:,}",
-                f"{rate.seconds * 1e6:,.1f}",
-                f"{rate.per_second:,.0f}",
-                f"{rate.per_second / peer:,.2f}",
-            )
-            for rate in rates
-        ],
-    )
+    return Rate(name, environments, cpu_seconds(episode))
 
 
 def random_bars(rows: int) -> Panel:
@@ -180,17 +97,18 @@ def weigh(bars: int) -> tuple[int, int]:
     return size, resident_bytes() - before
 
 
-def print_memory() -> None:
-    rows = []
+def memory_table() -> Table:
+    table = Table("memory", "market", "bytes a bar", "growth from 64 to 16,384 environments", box=None, pad_edge=False)
     for bars in (10_000, 100_000, 1_000_000):
         # A process of its own: memory that earlier work has freed would hide the growth.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             size, growth = pool.submit(weigh, bars).result()
-        rows.append((f"{bars:,} bars", f"{size / 2**20:,.1f} MiB", f"{size / bars:,.0f}", f"{growth / 2**20:,.1f} MiB"))
-    print_table(("", "market", "bytes a bar", "growth from 64 to 16,384 environments"), rows)
+        table.add_row(f"{bars:,} bars", f"{size / 2**20:,.1f} MiB", f"{size / bars:,.0f}", f"{growth / 2**20:,.1f} MiB")
+    return table
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     bars = tg.make_market(26_280).bars
@@ -200,13 +118,14 @@ def main() -> None:
     machine = platform.processor() or platform.machine()
     print(f"torch {torch.__version__}, {machine}, one thread, float32, {market.rows:,} bars")
     print("costs: fee, half spread, square-root impact with participation cap, funding, margin and liquidation\n")
-    rates = [market_rate("Tailguard market", market, environments) for environments in BATCHES]
-    rates.append(market_rate("Tailguard market, borrow interest too", with_borrow, 2_048))
+    rates = [market_rate("market with all costs", market, environments) for environments in BATCHES]
+    rates.append(market_rate("market with borrow interest too", with_borrow, 2_048))
     rates += [environment_rate(prepared, environments) for environments in BATCHES]
     rates += [peer_rate(prepared.panel, environments) for environments in (1, 64)]
-    print_rates(rates)
-    print()
-    print_memory()
+    console = Console()
+    console.print(rate_table(rates, PEER))
+    console.print()
+    console.print(memory_table())
 
 
 if __name__ == "__main__":

@@ -85,12 +85,12 @@ def environment_rate(prepared: PreparedBars, environments: int, repeats: int = R
 
 
 def rate_table(rates: Sequence[Rate], peer: str | None = None) -> Table:
-    """The rates, with ratios to the best of those whose name begins with `peer`."""
-    from rich.table import Table
+    """The rates, with steps per CPU-second as ratios to the best of those whose name begins with `peer`."""
+    from rich.table import Column, Table
 
-    table = Table("simulator, one thread", box=None, pad_edge=False)
+    table = Table(Column("simulator, one thread", no_wrap=True), box=None, pad_edge=False)
     best = max((rate.per_second for rate in rates if peer and rate.name.startswith(peer)), default=None)
-    for heading in ("environments", "µs a call", "steps per CPU-second", *([] if best is None else [f"× best {peer}"])):
+    for heading in ("envs", "µs a call", "steps/CPU-s", *([] if best is None else [f"× {peer}"])):
         table.add_column(heading, justify="right")
     for rate in rates:
         ratio = [] if best is None else [f"{rate.per_second / best:,.2f}"]

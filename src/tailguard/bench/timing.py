@@ -73,10 +73,10 @@ def speed_of(rates: list[float]) -> Speed:
 
 def speed_table(title: str) -> Table:
     """An empty table of speeds."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title, box=None, pad_edge=False)
-    for heading in ("steps/s", "spread", "ratio to the first"):
+    table = Table(Column(title, no_wrap=True), box=None, pad_edge=False)
+    for heading in ("steps/s", "spread", "ratio"):
         table.add_column(heading, justify="right")
     return table
 

@@ -1,0 +1,180 @@
+"""Seconds until a learner has learned: from its first step to the first evaluation that passes a target.
+
+The task is the planted market: three years of hourly bars with a signal in the order flow. The evaluation is one
+deterministic episode in each of 64 accounts on a year of another market with the same law, always the same episodes.
+Its return is the mean log-growth net of all costs, as a share of what the optimum reaches there that sees the planted
+state.
+
+The clock runs while a learner trains, not while it is evaluated. An evaluation is due when training has taken 3 %
+longer than at the last one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from plain_ppo import PlainPPO
+from rich.table import Column, Table
+
+import tailguard as tg
+from tailguard.bench.stable_baselines import RecurrentPeer
+from tailguard.bench.training import AS_PEOPLE_RUN_IT, DEFAULTS, EPISODE, Shape, our_learner, trading_env
+from tailguard.data.prepare import PreparedBars, prepare
+
+SIGNAL = 8.0
+FEATURES = ("return_24", "range_volatility_24", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24")
+TRAINING_BARS, EVALUATION_BARS = 26_280, 8_760
+ACCOUNTS = 64
+EVALUATION_SEED = 1_000_000
+REWARD_SCALE = 100.0
+"""Rewards of the learners that do not normalise returns are in percent: about one a day, as value functions like it."""
+
+
+class Learner(Protocol):
+    """What is timed."""
+
+    def iterate(self) -> object: ...
+
+    @property
+    def predict(self) -> Callable[..., tuple[np.ndarray, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """Bars to learn on, accounts to be evaluated in, and what is possible there."""
+
+    prepared: PreparedBars
+    evaluation: tg.TradingEnv
+    best: float
+    """Mean log-growth that the optimum reaches in the evaluation."""
+
+    def share(self, learner: Learner) -> float:
+        """What the learner reaches of it, acting deterministically."""
+        memory: Any = None
+
+        def act(obs: torch.Tensor, started: torch.Tensor) -> torch.Tensor:
+            nonlocal memory
+            action, memory = learner.predict(obs.numpy(), memory, started.numpy(), deterministic=True)
+            return torch.as_tensor(action)
+
+        return mean_growth(self.evaluation, act) / self.best
+
+
+def mean_growth(env: tg.TradingEnv, act: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """Mean log-growth of one episode in every account."""
+    obs = env.reset(EVALUATION_SEED)
+    growth, running = torch.zeros(env.num_envs), torch.ones(env.num_envs, dtype=torch.bool)
+    started = torch.ones(env.num_envs, dtype=torch.bool)
+    for _ in range(env.episode_length):
+        step = env.step(act(obs, started))
+        growth += torch.where(running, step.reward, 0.0)
+        running &= ~step.ended
+        obs, started = step.obs, step.ended
+    return float(growth.mean())
+
+
+def make_task(seed: int) -> Task:
+    """A market to learn on, and another one with the same law."""
+    train = prepare(tg.make_market(TRAINING_BARS, seed=seed, signal=SIGNAL).bars, FEATURES)
+    other = tg.make_market(EVALUATION_BARS, seed=EVALUATION_SEED + seed, signal=SIGNAL)
+    env = tg.TradingEnv(prepare(other.bars, scaler=train.scaler), num_envs=ACCOUNTS, episode_length=EPISODE)
+    config = env.task.market.config
+    weights = other.oracle_weights(config.fee + config.half_spread, config.leverage, config.funding_rate)
+    targets = torch.as_tensor(weights / config.leverage, dtype=torch.float32)
+
+    def oracle(obs: torch.Tensor, started: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
+        assert env.state is not None
+        market = env.state.market
+        target = targets[market.row]
+        return torch.where(target.isnan(), market.weights / config.leverage, target)
+
+    return Task(train, env, mean_growth(env, oracle))
+
+
+def contenders() -> dict[str, Callable[[Task, int], tuple[Learner, Shape]]]:
+    """Learners by name. All with their own defaults, which for γ, λ, learning rate, clip range and epochs agree."""
+
+    def peer(task: Task, seed: int, whole: bool) -> tuple[Learner, Shape]:
+        options = {"seed": seed, "reward_scale": REWARD_SCALE, "whole_sequences": whole}
+        return RecurrentPeer(task.prepared, AS_PEOPLE_RUN_IT, **options), AS_PEOPLE_RUN_IT
+
+    def plain(task: Task, seed: int, shape: Shape) -> tuple[Learner, Shape]:
+        env = trading_env(task.prepared, shape.envs, stagger=64)
+        return PlainPPO(env, shape, seed=seed, reward_scale=REWARD_SCALE), shape
+
+    return {
+        f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": lambda task, seed: peer(task, seed, whole=False),
+        f"Tailguard's defaults, {DEFAULTS}": lambda task, seed: (
+            our_learner(task.prepared, DEFAULTS, seed=seed),
+            DEFAULTS,
+        ),
+        f"sb3-contrib, whole sequences, {AS_PEOPLE_RUN_IT}": lambda task, seed: peer(task, seed, whole=True),
+        f"by hand, {AS_PEOPLE_RUN_IT}": lambda task, seed: plain(task, seed, AS_PEOPLE_RUN_IT),
+        f"by hand, {DEFAULTS}": lambda task, seed: plain(task, seed, DEFAULTS),
+    }
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How one run went; `seconds` is infinite if it did not pass the target in time."""
+
+    seconds: float
+    steps: int
+    share: float
+    """The last evaluation."""
+
+
+def time_to(target: float, task: Task, learner: Learner, steps: int, limit: float) -> Reached:
+    """Train until an evaluation passes the target, or for `limit` seconds; `steps` in an iteration."""
+    elapsed, due, taken = 0.0, 0.0, 0
+    while True:
+        begun = time.perf_counter()
+        learner.iterate()
+        elapsed += time.perf_counter() - begun
+        taken += steps
+        if elapsed >= due or elapsed >= limit:
+            share = task.share(learner)
+            if share >= target:
+                return Reached(elapsed, taken, share)
+            if elapsed >= limit:
+                return Reached(math.inf, taken, share)
+            due = 1.03 * elapsed
+
+
+def result_table(target: float, found: Mapping[str, list[Reached]]) -> Table:
+    """Medians over the seeds; the ratio is that of the medians of seconds, the first over each."""
+    title = f"time to {target:.0%} of the planted optimum"
+    table = Table(Column(title, no_wrap=True), box=None, pad_edge=False)
+    for heading in ("seconds", "each seed", "steps", "times faster"):
+        table.add_column(heading, justify="right")
+    reference = statistics.median(run.seconds for run in next(iter(found.values())))
+    for name, runs in found.items():
+        seconds = statistics.median(run.seconds for run in runs)
+        each = ", ".join(f"{run.seconds:.0f}" if math.isfinite(run.seconds) else "–" for run in runs)
+        steps = statistics.median(run.steps for run in runs)
+        ratio = f"{reference / seconds:.1f}×" if math.isfinite(seconds) and math.isfinite(reference) else "–"
+        table.add_row(name, f"{seconds:.1f}" if math.isfinite(seconds) else "–", each, f"{steps:,.0f}", ratio)
+    return table
+
+
+def race(target: float, seeds: int, limit: float, only: str, say: Callable[[str], None]) -> dict[str, list[Reached]]:
+    """All contenders on the same markets, one after the other for each seed."""
+    chosen = {name: make for name, make in contenders().items() if only in name}
+    found: dict[str, list[Reached]] = {name: [] for name in chosen}
+    for seed in range(seeds):
+        task = make_task(seed)
+        say(f"seed {seed}: the optimum's log-growth in an episode of {EPISODE} bars is {task.best:+.4f}")
+        for name, make in chosen.items():
+            learner, shape = make(task, seed)
+            run = time_to(target, task, learner, shape.samples, limit)
+            found[name].append(run)
+            outcome = "passed" if math.isfinite(run.seconds) else f"not passed in {limit:.0f} s"
+            say(f"seed {seed}, {name}: {outcome}, {run.share:.0%} after {run.steps:,} steps and {run.seconds:.1f} s")
+    return found
