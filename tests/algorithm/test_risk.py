@@ -327,51 +327,50 @@ def test_the_price_falls_to_zero_when_the_limit_is_loosened_and_recovers_from_a_
 
 
 TEN_STEPS: dict[str, Any] = {
-    "n_steps": 10, "minibatch_size": 5120, "lstm_size": 32, "hidden": (32,), "squash": False, "critic": "scalar",
-    "gamma": 1.0, "learning_rate": "linear:1e-2:2e-3", "log_std_init": -1.2, "log_std_bounds": (-1.25, -1.15),
-    "monitor": False,
+    "n_steps": 10, "minibatch_size": 5120, "epochs": 1, "lstm_size": 32, "hidden": (32,), "squash": False,
+    "critic": "scalar", "gamma": 1.0, "learning_rate": "exponential:1e-2:5e-4", "log_std_init": -1.2,
+    "log_std_bounds": (-1.25, -1.15), "monitor": False,
 }  # fmt: skip
+STEADY = RiskConfig(limit=-LIMIT, window=8192, kp=5.0, ki=0.15, margin=0.05)
+"""A policy goes on moving for as long as λ is off, and a price that only gathers would swing with it: kp damps that."""
+CONSTANT_WEIGHT = 0.1105
+"""What the best constant weight earns at the limit."""
 
 
-def ten_bets(seed: int, risk: RiskConfig | None, updates: int = 300) -> tuple[float, float]:
-    """Mean and shortfall of 50,000 fresh episodes of the policy as it was trained."""
-    learner = DistributionalPPO(BetsEnv(2048, 10, 0.01, 0.05), seed=seed, risk=risk, **TEN_STEPS)
-    learner.learn(updates * 2048 * 10)
-    env, state = BetsEnv(50_000, 10, 0.01, 0.05), None
+def ten_bets(
+    seed: int, risk: RiskConfig | None, updates: int = 300, envs: int = 4096, **options: Any
+) -> tuple[float, float]:
+    """Mean and shortfall of 200,000 fresh episodes of the policy as it was trained, its noise included."""
+    learner = DistributionalPPO(BetsEnv(envs, 10, 0.01, 0.05), seed=seed, risk=risk, **(TEN_STEPS | options))
+    learner.learn(updates * envs * 10)
+    env, state = BetsEnv(200_000, 10, 0.01, 0.05), None
     obs = env.reset(99)
     for row in range(10):
-        action, state = learner.predict(obs.numpy(), state, np.full(50_000, row == 0))
+        action, state = learner.predict(obs.numpy(), state, np.full(200_000, row == 0))
         step = env.step(torch.as_tensor(action))
         obs = step.obs
     pnl = np.sort(step.outcome["pnl"].double().numpy())
-    return float(pnl.mean()), -float(pnl[:2500].mean())
-
-
-@pytest.fixture(scope="module")
-def ten_bets_by_seed() -> list[tuple[float, float]]:
-    risk = RiskConfig(limit=-LIMIT, window=8192, kp=1.0, ki=0.03, margin=0.06)
-    return [ten_bets(seed, risk) for seed in range(5)]
+    return float(pnl.mean()), -float(pnl[:10_000].mean())
 
 
 @pytest.mark.slow
-def test_ten_bets_settle_near_the_limit_and_beat_the_best_constant_weight(
-    ten_bets_by_seed: list[tuple[float, float]],
-) -> None:
-    """The best constant weight earns 0.1105 at the limit."""
-    assert min(mean for mean, _ in ten_bets_by_seed) > 0.13
-    assert all(shortfall == pytest.approx(LIMIT, rel=0.15) for _, shortfall in ten_bets_by_seed)
+def test_ten_bets_end_on_the_safe_side_of_the_limit_and_beat_the_best_constant_weight() -> None:
+    """Four of five seeds within 10 % of the limit and inside it; all of them earn far more than a constant weight."""
+    found = [ten_bets(seed, STEADY) for seed in range(5)]
+    assert sum(0.9 * LIMIT <= shortfall <= LIMIT for _, shortfall in found) >= 4
+    assert all(shortfall == pytest.approx(LIMIT, rel=0.15) for _, shortfall in found)
+    assert min(mean for mean, _ in found) > 0.13 > CONSTANT_WEIGHT
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    reason="iterates still swing by a tenth around the limit: two of five seeds end inside", strict=False
-)
-def test_ten_bets_end_on_the_safe_side(ten_bets_by_seed: list[tuple[float, float]]) -> None:
-    """What is asked for: four of five seeds within 10 % of the limit on the safe side."""
-    assert sum(0.9 * LIMIT <= shortfall <= LIMIT for _, shortfall in ten_bets_by_seed) >= 4
+def test_ten_bets_come_near_the_limit_and_beat_the_best_constant_weight() -> None:
+    """The same in short, with a smaller network: a third of the updates, of half as many episodes."""
+    small = {"lstm_size": 16, "hidden": (16,), "learning_rate": "exponential:2e-2:2e-3"}
+    mean, shortfall = ten_bets(0, STEADY, updates=100, envs=2048, **small)
+    assert shortfall == pytest.approx(LIMIT, rel=0.15)
+    assert mean > CONSTANT_WEIGHT
 
 
 @pytest.mark.slow
 def test_ten_bets_without_a_budget_break_the_limit_by_far() -> None:
-    _, shortfall = ten_bets(0, None, updates=150)
+    _, shortfall = ten_bets(0, None, updates=100)
     assert shortfall > 1.5 * LIMIT
