@@ -195,7 +195,9 @@ def test_microbatches_have_the_gradient_of_the_whole(
     gradients, figures = [], []
     for parts in (1, microbatches):
         learner.config = dataclasses.replace(learner.config, microbatches=parts)
-        figures.append(learner._accumulate(batch, index, learner._hyper(), True))
+        seen = witness.minibatches
+        figures.append(learner.updates.accumulate(batch, index, True))
+        assert witness.minibatches - seen == min(parts, len(index))
         gradients.append([parameter.grad.clone() for parameter in learner.agent.parameters()])
     tolerance = 1e-10 if precise else 1e-6
     for whole, summed in zip(*gradients, strict=True):

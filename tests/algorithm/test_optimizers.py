@@ -24,7 +24,7 @@ def weights(learner: Any) -> Tensor:
 
 def take_step(learner: Any) -> None:
     """One optimiser step with the gradient at hand."""
-    learner._step(torch.nn.utils.get_total_norm([parameter.grad for parameter in learner.agent.parameters()]))
+    learner.updates.step(torch.nn.utils.get_total_norm([parameter.grad for parameter in learner.agent.parameters()]))
 
 
 def moved(learner: Any) -> Tensor:

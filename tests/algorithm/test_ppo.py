@@ -290,12 +290,12 @@ def test_the_gradient_is_clipped_to_its_norm_or_not_at_all(make_learner: Any, ma
     learner.optimizer.zero_grad()
     minibatch_loss(learner.agent, witness.batch, hyper, learner.config).total.backward()  # type: ignore[no-untyped-call]
     free = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
-    figures = learner._accumulate(witness.batch, everything, hyper, True)
+    figures = learner.updates.accumulate(witness.batch, everything, True)
     norm = float(free.double().square().sum().sqrt())
     assert norm > 1
     assert float(figures["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
     assert float(figures["train/grad_norm_clipped"]) == pytest.approx(limit if limit > 0 else norm, rel=1e-5)
-    learner._step(figures["train/grad_norm"])
+    learner.updates.step(figures["train/grad_norm"])
     clipped = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
     torch.testing.assert_close(clipped, free * (limit / norm if limit > 0 else 1.0), atol=1e-7, rtol=1e-4)
 

@@ -182,10 +182,11 @@ def places(learner: DistributionalPPO) -> dict[str, int]:
         "returns": learner.return_moments,
         "episodes": learner.episodes,
         "hyper": learner.hyper,
-        "tally": learner.tally,
-        "stop": learner.stop,
+        "tally": learner.updates.tally,
+        "stop": learner.updates.stop,
         "vgs": learner.scaler,
         "learner": learner,
+        "updates": learner.updates,
     }
     optimizers = {"optimizer": learner.optimizer}
     if learner.risk is not None:
@@ -291,9 +292,9 @@ def test_a_step_that_must_not_be_taken_changes_nothing(
     norm = torch.tensor(10.0)
     held, free, plain = prepared(), prepared(), prepared()
     before = numbers(held)
-    plain._step(norm)
+    plain.updates.step(norm)
     for learner, stopped in ((held, True), (free, False)):
-        unless(torch.tensor(stopped), lambda learner=learner: learner._step(norm), learner._moving())  # type: ignore[misc]
+        unless(torch.tensor(stopped), lambda learner=learner: learner.updates.step(norm), learner.updates.moving())  # type: ignore[misc]
     for expected, found in ((before, numbers(held)), (numbers(plain), numbers(free))):
         assert expected.keys() == found.keys()
         for name, value in expected.items():
@@ -307,7 +308,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_con
 """Operations that need to know a value before they can go on: item, bool, float, int and shapes that depend on data."""
 FREE_ON_A_CPU = {"may_hold_any"}
 """Functions that look where looking is free, and only there."""
-PARTS = ("_collect", "_prepare", "_minibatch", "_finish", "_policy_kl")
+PARTS = ("_collect", "_prepare", "minibatch", "_reached_kl", "_finish")
 
 
 class Reads(TorchDispatchMode):
@@ -394,7 +395,7 @@ def test_the_counter_sees_what_an_eager_iteration_asks(
     learner.iterate()
     with counting_reads(monkeypatch) as reads:
         figures = learner.iterate()
-    assert sum(part == "_minibatch" for part, _ in reads.places) >= 3 * figures["train/n_updates"]
+    assert sum(part == "minibatch" for part, _ in reads.places) >= 3 * figures["train/n_updates"]
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------

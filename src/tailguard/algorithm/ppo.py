@@ -7,53 +7,47 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
-from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.nonfinite import (
-    check_finite,
-    check_gradient,
     check_rollout,
     finite_inputs,
     not_finite_in_graph,
 )
-from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler, optimizer_figures, unless
+from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
 from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_and_step, collect
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
-from tailguard.algorithm.schedules import AdaptiveKL, KLStopState, Schedule
+from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
-from tailguard.algorithm.tally import Figures, Tally
-from tailguard.algorithm.update import Batch, Hyper, LossTerm, loss_of_features, make_batch, minibatch_loss
+from tailguard.algorithm.tally import Figures
+from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
+from tailguard.algorithm.updates import Updates
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.agent import ActorCritic
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
-from tailguard.monitor.metrics import GradientNorms, Snapshot, iteration_figures
+from tailguard.monitor.metrics import Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
 from tailguard.returns import RunningMoments, normalise_advantages
 from tailguard.risk.config import RiskConfig
-from tailguard.shuffle import shuffled
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
     from tailguard.envs.spec import TradingSpec
 
-GROUPS = "groups"
-"""Key under which the norms of all parts' gradients travel together, until they are named."""
 SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
 """Keys of what the learner itself reads among the figures."""
 
@@ -119,12 +113,6 @@ class DistributionalPPO:
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, self.config, self.env, self.agent, seed)
-        self.gradient_norms = GradientNorms(self.agent)
-        self.tally = Tally()
-        self.stop = KLStopState.start(self.device)
-        self.final_kl = torch.tensor(torch.nan, device=self.device)
-        self.all_finite = torch.ones((), dtype=torch.bool, device=self.device)
-        """Whether every minibatch so far was finite, where it is not looked at one by one."""
         self.extended: Batch | None = None
         """The batch with what the extensions added, in the place where recorded minibatches find it."""
         self.episodes = EpisodeTracker(self.env.num_envs, self.device)
@@ -138,6 +126,7 @@ class DistributionalPPO:
         if self.runtime.refusal is not None:
             warnings.warn(self.runtime.refusal, stacklevel=2)
         self.runtime.generators = self._generators()
+        self.updates = Updates(self)
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
 
@@ -237,20 +226,21 @@ class DistributionalPPO:
         if state.carry is None:
             state.carry = self._begin()
             runtime.forget()
-        hyper = self._hyper()
+        self._hyper()
         rollout = runtime.run("collect", self._collect)
         usable = check_rollout(rollout, self) if runtime.looks else True
         prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
         if usable:
             batch = self._extend(rollout, prepared)
-            self._train(batch, rollout.inner_resets, hyper)
+            self.updates.run(batch, rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
+        report = self._read(rollout, figures)
         state.skipped += not usable
         state.num_timesteps += self.config.n_steps * self.env.num_envs
         state.iteration += 1
         runtime.iterations += 1
         self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
-        return self._report(rollout, figures)
+        return self._report(report)
 
     # --- one iteration, step by step ----------------------------------------------------------------------------
 
@@ -334,111 +324,6 @@ class DistributionalPPO:
             batch = self.extended
         return batch if self.agent.remembers else batch.rows_as_sequences()
 
-    def _train(self, batch: Batch, inner_resets: bool, hyper: Hyper) -> None:
-        """Epochs of minibatches; stops early when the policy has moved too far."""
-        config = self.config
-        rows, sequences = batch.log_probs.shape
-        count = min(max(1, round(sequences * rows / config.minibatch_size)), sequences)
-        self.tally.clear()
-        self.stop.clear()
-        # All drawn before the first is used: how far the epochs get must not change what is drawn later.
-        orders = [shuffled(sequences, self.generator).tensor_split(count) for _ in range(config.epochs)]
-        for index in chain.from_iterable(orders):
-            self.runtime.run(
-                ("minibatch", len(index)),
-                lambda index: self._minibatch(batch, index, hyper, inner_resets),
-                index,
-            )
-            if self.runtime.looks and bool(self.stop.stopped):
-                break
-        self.optimizer.zero_grad(set_to_none=True)
-        if config.kl_penalty > 0 and config.target_kl is not None:
-            # Measured after the last step: before it, a single minibatch an iteration would always show 0.
-            self.final_kl = self.runtime.run(
-                "policy_kl", lambda index: self._policy_kl(batch.select(index), inner_resets), orders[0][0]
-            )
-
-    @torch.no_grad()
-    def _policy_kl(self, batch: Batch, inner_resets: bool) -> Tensor:
-        """Exact KL from the policy that acted to today's, mean over the batch."""
-        output = self.agent(batch.obs, batch.state, batch.episode_start, None if inner_resets else False)
-        return masked_mean(self.agent.action_head.kl(batch.parameters, output.parameters), batch.weights)
-
-    def _minibatch(self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool) -> None:
-        """One optimiser step on the sequences with these numbers, unless the policy has moved too far already."""
-        figures = self._accumulate(batch, index, hyper, inner_resets)
-        if figures is None:
-            self.state.skipped += 1
-            return
-        stopper = self.config.kl_stopper
-        if stopper is None:
-            self._step(figures["train/grad_norm"])
-            self.tally.add(figures)
-            return
-        self.stop.take(stopper.update(self.stop, figures["train/approx_kl"]))
-        if self.runtime.looks:
-            if bool(self.stop.stopped):
-                return
-            self._step(figures["train/grad_norm"])
-            self.tally.add(figures)
-        else:
-            unless(self.stop.stopped, lambda: self._step(figures["train/grad_norm"]), self._moving())
-            self.tally.add(figures, ~self.stop.stopped)
-
-    def _accumulate(self, batch: Batch, index: Tensor, hyper: Hyper, inner_resets: bool) -> dict[str, Tensor] | None:
-        """Gradient of one minibatch, through its microbatches; None if it must be skipped."""
-        config = self.config
-        self.optimizer.zero_grad(set_to_none=True)
-        figures: dict[str, Tensor] = {}
-        total_weight = batch.weights.index_select(1, index).sum()
-        finite = torch.ones((), dtype=torch.bool, device=self.device)
-        for numbers in index.tensor_split(min(config.microbatches, len(index))):
-            # Without looking at the rows, a fused call needs to know that no episode starts inside.
-            found = minibatch_loss(
-                self.agent,
-                batch.select(numbers),
-                hyper,
-                config,
-                self.extensions,
-                total_weight,
-                None if inner_resets else False,
-                self.runtime.compiled(loss_of_features),
-            )
-            found.total.backward()  # type: ignore[no-untyped-call]
-            if self.runtime.looks and not check_finite(found, numbers, self):
-                return None
-            finite = finite & found.finite & found.total.isfinite()
-            for name, value in found.figures.items():
-                figures[name] = figures[name] + value if name in figures else value
-            figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
-        norm, groups = self.gradient_norms()
-        if self.runtime.looks and not check_gradient(norm, self):
-            return None
-        figures["train/grad_norm"] = norm
-        figures["train/grad_norm_clipped"] = norm.clamp(max=config.max_grad_norm) if config.max_grad_norm > 0 else norm
-        if config.monitor:
-            figures[GROUPS] = groups
-        self.all_finite &= finite & norm.isfinite()
-        return figures
-
-    def _step(self, norm: Tensor) -> None:
-        """Clip the gradient, whose length is `norm`, and let the optimiser move."""
-        if self.scaler is not None:
-            self.scaler.update_statistics()
-        if self.config.max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(self.agent.parameters(), self.config.max_grad_norm, norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.optimizer_step()
-
-    def _moving(self) -> list[Tensor]:
-        """Everything that an optimiser step changes."""
-        values = [parameter.data for parameter in self.agent.parameters()]
-        values += [value for state in self.optimizer.state.values() for value in state.values()]
-        values += [] if self.scaler is None else self.scaler.statistics()
-        return values
-
     @torch.no_grad()
     def _finish(self, rollout: Rollout, prepared: Prepared, usable: bool) -> Figures:
         """What remains to be done and to be said after the updates; nothing is read from the device yet."""
@@ -446,7 +331,7 @@ class DistributionalPPO:
         assert carry is not None
         figures = dict(prepared.figures)
         if usable:
-            figures |= self._update_figures()
+            figures |= self.updates.figures()
             if config.normalise_observations:
                 change = self.observation_moments.update(rollout.obs, rollout.valid)
                 figures["data/observation_drift"] = change.mean_shift.max()
@@ -461,41 +346,25 @@ class DistributionalPPO:
         if drift is not None:
             figures[SUPPORT_DRIFT] = drift
         if not self.runtime.looks:
-            figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.all_finite
+            figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.updates.all_finite
         return Figures.of(figures)
 
-    def _update_figures(self) -> dict[str, Tensor]:
-        """Figures of the minibatches and of what made steps of them."""
-        means = self.tally.means()
-        if GROUPS in means:
-            means |= self.gradient_norms.named(means.pop(GROUPS))
-        if self.config.kl_penalty > 0:
-            means["train/final_kl"] = self.final_kl
-        return (
-            means
-            | optimizer_figures(self.optimizer, self.scaler)
-            | {
-                "train/n_updates": self.tally.count,
-                "train/early_stop": self.stop.stopped,
-                "train/learning_rate": self.hyper.learning_rate,
-                "train/clip_range": self.hyper.clip_range,
-                "train/entropy_coef": self.hyper.entropy_coef,
-                "train/kl_coef": self.hyper.kl_coef,
-            }
-        )
-
-    def _report(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
+    def _read(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
-        state, config = self.state, self.config
         report = figures.read()
         if not report.pop(ROLLOUT_FINITE, 1.0):
             check_rollout(rollout, self)
         if not report.pop(UPDATES_FINITE, 1.0):
             raise not_finite_in_graph(self)
+        return report
+
+    def _report(self, report: dict[str, float]) -> dict[str, float]:
+        """Draw the conclusions that must wait for numbers, and add what is known without the device."""
+        state, config = self.state, self.config
         if SUPPORT_DRIFT in report:
             drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
             report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
-        if "train/final_kl" in report and config.target_kl is not None:
+        if "train/final_kl" in report and config.target_kl is not None and report["train/n_updates"] > 0:
             state.kl_coef = AdaptiveKL(config.target_kl).update(state.kl_coef, report["train/final_kl"])
         state.degenerate += int(report.get("train/constant_advantages", 0))
         if config.monitor:

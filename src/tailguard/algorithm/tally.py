@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Tally:
-    """Adds up figures, each a number or a row of numbers; the first minibatch says which ones there are."""
+    """Adds up figures, each a number or a row of numbers; the minibatches say which ones there are."""
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Tally:
     def add(self, figures: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
         """Take in a minibatch's figures, unless `counts`, a bool on the device, says no."""
         row = torch.cat([value.detach().reshape(-1).double() for value in figures.values()])
-        if not self.names:
+        if self.names != tuple(figures):
             self.names = tuple(figures)
             self.sizes = tuple(value.numel() for value in figures.values())
             self.sums, self.count = torch.zeros_like(row), torch.zeros_like(row[0])

@@ -30,10 +30,16 @@ class EpisodeTracker:
     @torch.no_grad()
     def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: Mapping[str, Tensor]) -> None:
         """Take in a rollout, [T, N] each."""
-        returns, self_returns = _since_start(torch.where(valid, rewards.double(), 0.0), ended, self.returns)
-        lengths, self_lengths = _since_start(valid.double(), ended, self.lengths)
-        self.returns.copy_(self_returns)
-        self.lengths.copy_(self_lengths)
+        steps = torch.stack((torch.where(valid, rewards.double(), 0.0), valid.double()), dim=1)
+        total, totals = torch.stack((self.returns, self.lengths)), []
+        # Row by row: a difference of running sums would carry a NaN, and what rounding left, into other episodes.
+        for step, end in zip(steps.unbind(), ended.unbind(), strict=True):
+            total = total + step
+            totals.append(total)
+            total = total.masked_fill(end, 0.0)
+        returns, lengths = torch.stack(totals, dim=1).unbind()
+        self.returns.copy_(total[0])
+        self.lengths.copy_(total[1])
         pnl = outcome["pnl"].double() if "pnl" in outcome else torch.full_like(returns, torch.nan)
         finished = (ended & valid).flatten()
         number = finished.cumsum(0)
@@ -60,18 +66,3 @@ class EpisodeTracker:
 
     def _state(self) -> dict[str, Tensor]:
         return {"returns": self.returns, "lengths": self.lengths, "kept": self.kept, "count": self.count}
-
-
-def _since_start(values: Tensor, ended: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of [T, N] since each episode's start up to each row, and what is open after the last row, [N].
-
-    before: [N], sums of the episodes under way
-    """
-    rows = torch.arange(1, len(values) + 1, device=values.device).unsqueeze(1)
-    sums = torch.cat((torch.zeros_like(before).unsqueeze(0), before + values.cumsum(0)))
-    # The number of the row after which the row's episode began; 0 for one that was under way.
-    begun = torch.where(ended, rows, 0).cummax(0).values
-    begun = torch.cat((torch.zeros_like(begun[:1]), begun))
-    taken = torch.where(begun > 0, sums.gather(0, begun), 0.0)
-    since = sums[1:] - taken[:-1]
-    return since, sums[-1] - taken[-1]

@@ -1,0 +1,165 @@
+"""The updates on one rollout: epochs of minibatches, each a gradient and a step."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tailguard.algorithm.losses import masked_mean
+from tailguard.algorithm.nonfinite import check_finite, check_gradient
+from tailguard.algorithm.optimizers import optimizer_figures, unless
+from tailguard.algorithm.schedules import KLStopState
+from tailguard.algorithm.tally import Tally
+from tailguard.algorithm.update import Batch, loss_of_features, minibatch_loss
+from tailguard.monitor.metrics import GradientNorms
+from tailguard.shuffle import shuffled
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.ppo import DistributionalPPO
+
+GROUPS = "groups"
+"""Key under which the norms of all parts' gradients travel together, until they are named."""
+
+
+class Updates:
+    """Turns batches into optimiser steps. What it keeps lasts for one iteration, and stays in its place in memory."""
+
+    def __init__(self, learner: DistributionalPPO) -> None:
+        self.learner = learner
+        self.device = learner.device
+        self.gradient_norms = GradientNorms(learner.agent)
+        self.tally = Tally()
+        self.stop = KLStopState.start(self.device)
+        self.final_kl = torch.tensor(torch.nan, device=self.device)
+        """From the policy that acted to the one after the last step; NaN where no penalty asks for it."""
+        self.all_finite = torch.ones((), dtype=torch.bool, device=self.device)
+        """Whether every minibatch of the iteration was finite, where it is not looked at one by one."""
+
+    def run(self, batch: Batch, inner_resets: bool) -> None:
+        """Epochs of minibatches; stops early when the policy has moved too far."""
+        config = self.learner.config
+        rows, sequences = batch.log_probs.shape
+        count = min(max(1, round(sequences * rows / config.minibatch_size)), sequences)
+        self.tally.clear()
+        self.stop.clear()
+        self.all_finite.fill_(True)
+        # All drawn before the first is used: how far the epochs get must not change what is drawn later.
+        orders = [shuffled(sequences, self.learner.generator).tensor_split(count) for _ in range(config.epochs)]
+        for index in chain.from_iterable(orders):
+            self.learner.runtime.run(
+                ("minibatch", len(index)),
+                lambda index: self.minibatch(batch, index, inner_resets),
+                index,
+            )
+            if self.learner.runtime.looks and bool(self.stop.stopped):
+                break
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        if config.kl_penalty > 0 and config.target_kl is not None:
+            # Measured after the last step: before it, a single minibatch an iteration would always show 0.
+            self.final_kl = self.learner.runtime.run(
+                "policy_kl", lambda index: self._reached_kl(batch.select(index), inner_resets), orders[0][0]
+            )
+
+    @torch.no_grad()
+    def _reached_kl(self, batch: Batch, inner_resets: bool) -> Tensor:
+        """Exact KL from the policy that acted to today's, mean over the batch."""
+        output = self.learner.agent(batch.obs, batch.state, batch.episode_start, None if inner_resets else False)
+        return masked_mean(self.learner.agent.action_head.kl(batch.parameters, output.parameters), batch.weights)
+
+    def minibatch(self, batch: Batch, index: Tensor, inner_resets: bool) -> None:
+        """One optimiser step on the sequences with these numbers, unless the policy has moved too far already."""
+        figures = self.accumulate(batch, index, inner_resets)
+        if figures is None:
+            self.learner.state.skipped += 1
+            return
+        stopper = self.learner.config.kl_stopper
+        if stopper is None:
+            self.step(figures["train/grad_norm"])
+            self.tally.add(figures)
+            return
+        self.stop.take(stopper.update(self.stop, figures["train/approx_kl"]))
+        if self.learner.runtime.looks:
+            if bool(self.stop.stopped):
+                return
+            self.step(figures["train/grad_norm"])
+            self.tally.add(figures)
+        else:
+            unless(self.stop.stopped, lambda: self.step(figures["train/grad_norm"]), self.moving())
+            self.tally.add(figures, ~self.stop.stopped)
+
+    def accumulate(self, batch: Batch, index: Tensor, inner_resets: bool) -> dict[str, Tensor] | None:
+        """Gradient of one minibatch, through its microbatches; None if it must be skipped."""
+        config = self.learner.config
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        figures: dict[str, Tensor] = {}
+        total_weight = batch.weights.index_select(1, index).sum()
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        for numbers in index.tensor_split(min(config.microbatches, len(index))):
+            # Without looking at the rows, a fused call needs to know that no episode starts inside.
+            found = minibatch_loss(
+                self.learner.agent,
+                batch.select(numbers),
+                self.learner.hyper,
+                config,
+                self.learner.extensions,
+                total_weight,
+                None if inner_resets else False,
+                self.learner.runtime.compiled(loss_of_features),
+            )
+            found.total.backward()  # type: ignore[no-untyped-call]
+            if self.learner.runtime.looks and not check_finite(found, numbers, self.learner):
+                return None
+            finite = finite & found.finite & found.total.isfinite()
+            for name, value in found.figures.items():
+                figures[name] = figures[name] + value if name in figures else value
+            figures["train/loss"] = figures.get("train/loss", torch.zeros_like(found.total)) + found.total.detach()
+        norm, groups = self.gradient_norms()
+        if self.learner.runtime.looks and not check_gradient(norm, self.learner):
+            return None
+        figures["train/grad_norm"] = norm
+        figures["train/grad_norm_clipped"] = norm.clamp(max=config.max_grad_norm) if config.max_grad_norm > 0 else norm
+        if config.monitor:
+            figures[GROUPS] = groups
+        self.all_finite &= finite & norm.isfinite()
+        return figures
+
+    def step(self, norm: Tensor) -> None:
+        """Clip the gradient, whose length is `norm`, and let the optimiser move."""
+        if self.learner.scaler is not None:
+            self.learner.scaler.update_statistics()
+        if self.learner.config.max_grad_norm > 0:
+            nn.utils.clip_grads_with_norm_(self.learner.agent.parameters(), self.learner.config.max_grad_norm, norm)
+        if self.learner.scaler is None:
+            self.learner.optimizer.step()
+        else:
+            self.learner.scaler.optimizer_step()
+
+    def moving(self) -> list[Tensor]:
+        """Everything that an optimiser step changes."""
+        values = [parameter.data for parameter in self.learner.agent.parameters()]
+        values += [value for state in self.learner.optimizer.state.values() for value in state.values()]
+        values += [] if self.learner.scaler is None else self.learner.scaler.statistics()
+        return values
+
+    def figures(self) -> dict[str, Tensor]:
+        """Figures of the minibatches and of what made steps of them."""
+        means = self.tally.means()
+        if GROUPS in means:
+            means |= self.gradient_norms.named(means.pop(GROUPS))
+        if self.learner.config.kl_penalty > 0:
+            means["train/final_kl"] = self.final_kl
+        return (
+            means
+            | optimizer_figures(self.learner.optimizer, self.learner.scaler)
+            | {
+                "train/n_updates": self.tally.count,
+                "train/early_stop": self.stop.stopped,
+                "train/learning_rate": self.learner.hyper.learning_rate,
+                "train/clip_range": self.learner.hyper.clip_range,
+                "train/entropy_coef": self.learner.hyper.entropy_coef,
+                "train/kl_coef": self.learner.hyper.kl_coef,
+            }
+        )
