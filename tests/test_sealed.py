@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tailguard.errors import CheckpointError
-from tailguard.sealed import file_name, read_about, read_sealed, replace_synced, verify_sealed, write_sealed
+from tailguard.sealed import FORMAT, file_name, read_about, read_sealed, replace_synced, verify_sealed, write_sealed
 
 NAMES = ("weights", "state")
 PARTS: dict[str, dict[str, Any]] = {
@@ -141,8 +141,8 @@ def forge(name: str, data: bytes) -> Callable[[Path], None]:
         (cut("manifest.json"), "manifest.json: not readable as JSON"),
         (lambda folder: (folder / "state.safetensors").unlink(), "kept: state.safetensors is missing"),
         (lambda folder: (folder / "manifest.json").unlink(), "kept: manifest.json is missing"),
-        (edit_manifest(format=0), "manifest.json: format 0; this version of Tailguard reads format 2"),
-        (edit_manifest(format=3), "manifest.json: format 3; this version of Tailguard reads format 2"),
+        (edit_manifest(format=0), f"manifest.json: format 0; this version of Tailguard reads format {FORMAT}"),
+        (edit_manifest(format=99), f"manifest.json: format 99; this version of Tailguard reads format {FORMAT}"),
         (lambda folder: (folder / "manifest.json").write_text("[1]"), "format None"),
         (edit_manifest(about=[]), "not a manifest that Tailguard has written"),
         (edit_manifest(files={"weights.safetensors": 1, "state.safetensors": 2}), "not a manifest that Tailguard has"),

@@ -19,7 +19,7 @@ from tailguard.data.bars import Bars
 from tailguard.data.synthetic import make_market
 from tailguard.errors import CheckpointError
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
-from tailguard.sealed import flat_tensors, read_sealed, write_sealed
+from tailguard.sealed import FORMAT, flat_tensors, read_sealed, write_sealed
 
 STEP = 48
 """Steps of one iteration of `make_agent`'s learner."""
@@ -104,7 +104,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "link": (lambda step: (step.rename(step.parent / "x"), step.symlink_to("x")), "symbolic link"),
     "older format": (
         lambda step: (step / "manifest.json").write_text('{"format": 0}'),
-        "format 0; this version of Tailguard reads format 2",
+        f"format 0; this version of Tailguard reads format {FORMAT}",
     ),
 }
 

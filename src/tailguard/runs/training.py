@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.console import Console
@@ -58,7 +60,8 @@ def train_to_the_end(
         store.clean()
         if resume:
             _take_up(agent, store, run, console, ask, again)
-        _learn(agent, config, run, store, validation, console, again, verbose)
+        with _one_message():
+            _learn(agent, config, run, store, validation, console, again, verbose)
         agent.save(run.agent_path)
     except OSError as error:
         intact = store.newest_intact()
@@ -68,6 +71,22 @@ def train_to_the_end(
             f"writable, and go on with: {again}"
         ) from error
     return store
+
+
+@contextlib.contextmanager
+def _one_message() -> Iterator[None]:
+    """Keep a full disk from being told twice: the thread that writes the curves meets it too and prints a traceback."""
+    usual = threading.excepthook
+
+    def told_by_the_run(failure: threading.ExceptHookArgs) -> None:
+        if not issubclass(failure.exc_type, OSError):
+            usual(failure)
+
+    threading.excepthook = told_by_the_run
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 def _take_up(
