@@ -242,14 +242,12 @@ def reference() -> Iterator[Case]:
     yield Case("graph", 32_768, 32, memory="separate")
 
 
-def table() -> Iterator[Case]:
+def table(modes: list[str], units: list[int], sizes: list[int]) -> Iterator[Case]:
     """Modes, environments and units."""
-    for hidden in (64, 128, 256, 512):
-        for envs in (1_024, 4_096, 16_384, 65_536):
-            yield Case("graph", envs, 32, hidden)
-    for mode in ("eager", "compile"):
-        for envs in (1_024, 16_384):
-            yield Case(mode, envs, 32)
+    for mode in modes:
+        for hidden in units:
+            for envs in sizes:
+                yield Case(mode, envs, 32, hidden)
 
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
@@ -324,7 +322,11 @@ def main() -> None:
     parser.add_argument("--equality", action="store_true", help="compare the ways of running, number by number")
     parser.add_argument("--profile", action="store_true", help="time by kernel")
     parser.add_argument("--only", nargs="*", default=list(COMBINATIONS), help="combinations to compare")
-    parser.add_argument("--modes", nargs="*", default=["compile", "graph"], help="ways of running to compare")
+    parser.add_argument("--modes", nargs="*", default=["compile", "graph"], help="ways of running")
+    parser.add_argument("--units", nargs="*", type=int, default=[64, 128, 256, 512], help="of the table")
+    parser.add_argument(
+        "--sizes", nargs="*", type=int, default=[1_024, 16_384, 65_536], help="environments of the table"
+    )
     parser.add_argument("--envs", type=int, default=32_768)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--memory", default="shared")
@@ -340,7 +342,7 @@ def main() -> None:
         print(measure(case).row(), flush=True)
         profile(case)
     else:
-        show(table() if given.table else reference())
+        show(table(given.modes, given.units, given.sizes) if given.table else reference())
 
 
 if __name__ == "__main__":

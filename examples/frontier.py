@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,7 @@ class Plan:
     seed: int
     device: str
     threads: int
+    minutes: float
 
 
 # --- the market ------------------------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ def settings(limit: float | None, plan: Plan) -> dict[str, Any]:
     return {
         "n_steps": plan.n_steps, "minibatch_size": plan.n_steps * plan.envs // plan.minibatches,
         "gamma": 0.95, "gae_lambda": 0.8, "learning_rate": f"linear:{rate}:{0.1 * rate}", "target_kl": 0.02,
-        "hidden": (32,), "lstm_size": 32, "critic": "scalar", "precision": "float32",
+        "hidden": (32,), "lstm_size": 32, "critic": "scalar",
         "log_std_init": math.log(deviation),
         "log_std_bounds": (math.log(deviation) - SHRINKS, 0.0),
     }  # fmt: skip
@@ -132,7 +134,9 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
     agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(limit, plan))
     course: list[list[float]] = []
 
-    def note(*_: Any) -> None:
+    begun = time.monotonic()
+
+    def note(*_: Any) -> bool:
         course.append([agent.metrics[name] for name in COURSE])
         if len(course) % LINE_EVERY == 0:
             tail, mean, price, exposure = course[-1][:4]
@@ -141,6 +145,7 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
                 f"CVaR {100 * tail:.2f} %, mean {100 * mean:+.2f} %, λ {price:.2f}, exposure {exposure:.3f}",
                 flush=True,
             )
+        return time.monotonic() - begun < 60 * plan.minutes
 
     agent.learn(plan.steps, callback=note)
     unseen = read_market(plan.market, "unseen")
@@ -241,6 +246,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n-steps", type=int, default=64, help="steps in a rollout")
     parser.add_argument("--minibatches", type=int, default=8, help="optimiser steps in an epoch")
     parser.add_argument("--jobs", type=int, default=1, help="agents trained at the same time")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop an agent after this long, ready or not")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the market and of the agents")
     parser.add_argument("--market", type=Path, help="arrays of the market, written where they are missing")
@@ -261,8 +267,9 @@ def main() -> None:
             return
         threads = max(1, torch.get_num_threads() // given.jobs)
         plan = Plan(
-            market, given.steps, given.envs, given.n_steps, given.minibatches, given.seed, given.device, threads
-        )
+            market, given.steps, given.envs, given.n_steps, given.minibatches, given.seed, given.device, threads,
+            given.minutes,
+        )  # fmt: skip
         limits = [None if limit == "none" else float(limit) for limit in given.limits]
         given.out.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
