@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,26 +99,34 @@ def make_task(seed: int) -> Task:
     return Task(train, env, mean_growth(env, oracle))
 
 
-def contenders() -> dict[str, Callable[[Task, int], tuple[Learner, Shape]]]:
-    """Learners by name. All with their own defaults, which for γ, λ, learning rate, clip range and epochs agree."""
+CLIPPED: dict[str, Any] = {"squash": False, "log_std_init": 0.0}
+"""The policy of the other learners: a Gaussian whose actions are clipped into the box, with a first deviation of 1."""
+
+Contender = Callable[[Task, int], tuple[Learner, Shape]]
+
+
+def contenders(learning_rate: float) -> dict[str, Contender]:
+    """Learners by name. γ, λ, clip range and epochs are the defaults of each, and they agree."""
 
     def peer(task: Task, seed: int, whole: bool) -> tuple[Learner, Shape]:
-        options = {"seed": seed, "reward_scale": REWARD_SCALE, "whole_sequences": whole}
-        return RecurrentPeer(task.prepared, AS_PEOPLE_RUN_IT, **options), AS_PEOPLE_RUN_IT
+        options: dict[str, Any] = {"reward_scale": REWARD_SCALE, "whole_sequences": whole}
+        learner = RecurrentPeer(task.prepared, AS_PEOPLE_RUN_IT, seed=seed, learning_rate=learning_rate, **options)
+        return learner, AS_PEOPLE_RUN_IT
 
-    def plain(task: Task, seed: int, shape: Shape) -> tuple[Learner, Shape]:
+    def own(task: Task, seed: int, **options: Any) -> tuple[Learner, Shape]:
+        return our_learner(task.prepared, DEFAULTS, seed=seed, learning_rate=learning_rate, **options), DEFAULTS
+
+    def by_hand(task: Task, seed: int, shape: Shape) -> tuple[Learner, Shape]:
         env = trading_env(task.prepared, shape.envs, stagger=64)
-        return PlainPPO(env, shape, seed=seed, reward_scale=REWARD_SCALE), shape
+        return PlainPPO(env, shape, seed=seed, learning_rate=learning_rate, reward_scale=REWARD_SCALE), shape
 
     return {
-        f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": lambda task, seed: peer(task, seed, whole=False),
-        f"Tailguard's defaults, {DEFAULTS}": lambda task, seed: (
-            our_learner(task.prepared, DEFAULTS, seed=seed),
-            DEFAULTS,
-        ),
-        f"sb3-contrib, whole sequences, {AS_PEOPLE_RUN_IT}": lambda task, seed: peer(task, seed, whole=True),
-        f"by hand, {AS_PEOPLE_RUN_IT}": lambda task, seed: plain(task, seed, AS_PEOPLE_RUN_IT),
-        f"by hand, {DEFAULTS}": lambda task, seed: plain(task, seed, DEFAULTS),
+        f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
+        f"Tailguard's defaults, {DEFAULTS}": own,
+        f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
+        f"sb3-contrib, whole sequences, {AS_PEOPLE_RUN_IT}": partial(peer, whole=True),
+        f"by hand, {AS_PEOPLE_RUN_IT}": partial(by_hand, shape=AS_PEOPLE_RUN_IT),
+        f"by hand, {DEFAULTS}": partial(by_hand, shape=DEFAULTS),
     }
 
 
@@ -164,11 +173,12 @@ def result_table(target: float, found: Mapping[str, list[Reached]]) -> Table:
     return table
 
 
-def race(target: float, seeds: int, limit: float, only: str, say: Callable[[str], None]) -> dict[str, list[Reached]]:
+def race(
+    chosen: Mapping[str, Contender], target: float, seeds: Iterable[int], limit: float, say: Callable[[str], None]
+) -> dict[str, list[Reached]]:
     """All contenders on the same markets, one after the other for each seed."""
-    chosen = {name: make for name, make in contenders().items() if only in name}
     found: dict[str, list[Reached]] = {name: [] for name in chosen}
-    for seed in range(seeds):
+    for seed in seeds:
         task = make_task(seed)
         say(f"seed {seed}: the optimum's log-growth in an episode of {EPISODE} bars is {task.best:+.4f}")
         for name, make in chosen.items():

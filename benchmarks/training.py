@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from plain_ppo import PlainPPO
 from rich.console import Console
-from target import race, result_table
+from target import contenders, race, result_table
 
 import tailguard as tg
 from tailguard.bench.stable_baselines import peer
@@ -119,6 +119,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of all learners")
     parser.add_argument("--target", action="store_true", help="measure the time to a target return instead")
     parser.add_argument("--share", type=float, default=0.5, help="the target: share of the planted optimum's growth")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="with --target, of all learners")
     parser.add_argument("--seeds", type=int, help="markets and learners to average over; default 3, or 1 with --quick")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of training before a run is given up")
     given = parser.parse_args()
@@ -129,7 +130,9 @@ def main() -> None:
     console.print(f"torch {torch.__version__}, {given.threads} threads; {measured}", highlight=False)
     if given.target:
         say = partial(console.print, soft_wrap=True, markup=False, highlight=False)
-        console.print(result_table(given.share, race(given.share, given.seeds or seeds, given.limit, given.only, say)))
+        chosen = {name: make for name, make in contenders(given.learning_rate).items() if given.only in name}
+        found = race(chosen, given.share, range(given.seeds or seeds), given.limit, say)
+        console.print(result_table(given.share, found))
     else:
         speeds(console, turns, given.only)
 

@@ -1,0 +1,102 @@
+"""What the files in benchmarks/ compute, beside what they time."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tailguard.bench.training import Shape, trading_env
+from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.synthetic import make_market
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+CORE_ALONE = f"""
+import sys
+for name in ("polars", "gymnasium", "pydantic", "typer", "rich", "yaml", "pandas", "scipy", "sb3_contrib"):
+    sys.modules[name] = None  # importing it fails, as where it is not installed
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import scaling
+case = scaling.replace(scaling.BASE["cpu"], envs=4, steps=8, hidden=8, bars=600)
+curve = scaling.measure("quantiles", (2, 4), case, "cpu", rounds=1)
+assert len(curve.seconds) == 2 and min(curve.seconds) > 0
+"""
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Any]:
+    """Import a benchmark by name, as those that share code import each other."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def prepared() -> PreparedBars:
+    return prepare(make_market(2_000, seed=0).bars)
+
+
+def test_scaling_needs_torch_and_numpy_only() -> None:
+    run = subprocess.run([sys.executable, "-c", CORE_ALONE], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_exponent_of_a_power_law_is_found(load: Any) -> None:
+    sizes = (10, 20, 40, 80)
+    curve = load("scaling").Curve("envs", sizes, [3e-4 * size**1.5 for size in sizes])
+    assert curve.exponent == pytest.approx(1.5)
+    bent = load("scaling").Curve("envs", sizes, [1.0, 1.0, 1.0, 2.0])
+    assert bent.last_exponent == pytest.approx(1.0)
+    assert bent.exponent == pytest.approx(0.3)  # least squares on 0, 0, 0, 1 against 0, 1, 2, 3
+
+
+@pytest.mark.parametrize("stagger", [1, 16])
+def test_the_loop_by_hand_sees_again_what_it_did(load: Any, prepared: PreparedBars, stagger: int) -> None:
+    """Log-probabilities and values of whole sequences are those of acting step by step, restarts included."""
+    shape = Shape(48, 16, 128)
+    learner = load("plain_ppo").PlainPPO(trading_env(prepared, shape.envs, stagger), shape)
+    learner.collect()
+    actor, critic = learner.states
+    rollout = learner.collect()
+    obs, starts = rollout["obs"], rollout["starts"][:-1]
+    assert bool(starts[1:].any()) == (stagger == 1)
+    mean, _ = learner.actor(obs, actor, starts)
+    value, _ = learner.critic(obs, critic, starts)
+    log_prob = torch.distributions.Normal(mean, learner.log_std.exp()).log_prob(rollout["actions"]).sum(-1)
+    torch.testing.assert_close(log_prob, rollout["log_probs"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(value[..., 0], rollout["values"][:-1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_loop_by_hand_estimates_advantages_as_the_sum_says(load: Any, prepared: PreparedBars) -> None:
+    shape = Shape(48, 12, 128)
+    learner = load("plain_ppo").PlainPPO(trading_env(prepared, shape.envs, 1), shape, gamma=0.9, gae_lambda=0.7)
+    rollout = learner.collect()
+    found = learner.advantages(rollout)
+    rewards, values, starts = rollout["rewards"], rollout["values"], rollout["starts"]
+    for env in range(shape.envs):
+        for first in range(shape.steps):
+            total, weight = 0.0, 1.0
+            for row in range(first, shape.steps):
+                ends = bool(starts[row + 1, env])
+                after = 0.0 if ends else 0.9 * float(values[row + 1, env])
+                total += weight * (float(rewards[row, env]) + after - float(values[row, env]))
+                weight *= 0.9 * 0.7
+                if ends:
+                    break
+            assert float(found[first, env]) == pytest.approx(total, abs=1e-5)
+
+
+def test_the_optimum_holds_its_own_share_and_a_flat_account_none(load: Any) -> None:
+    target = load("target")
+    task = target.make_task(0)
+    flat = target.mean_growth(task.evaluation, lambda obs, _: torch.zeros(len(obs), 1))
+    long = target.mean_growth(task.evaluation, lambda obs, _: torch.ones(len(obs), 1))
+    assert flat == 0.0
+    assert task.best > max(flat, long)
