@@ -1,6 +1,6 @@
 """Training speed beside other learners: the same market, network size, epochs and batch, in one run.
 
-    python benchmarks/training.py             steps a second, about 6 minutes on 2 cores
+    python benchmarks/training.py             steps a second, about 5 minutes on 2 cores
     python benchmarks/training.py --target    seconds to a target return, 3 seeds, about 15 minutes
     python benchmarks/training.py --quick     three timed turns each: about 2 minutes; with --target one seed, about 5
 
