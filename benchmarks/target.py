@@ -102,6 +102,9 @@ def make_task(seed: int) -> Task:
 CLIPPED: dict[str, Any] = {"squash": False, "log_std_init": 0.0}
 """The policy of the other learners: a Gaussian whose actions are clipped into the box, with a first deviation of 1."""
 
+SHORT = Shape(256, 16, 1_024)
+"""Short sequences: an update takes time in proportion to their length, so there are more updates a second."""
+
 Contender = Callable[[Task, int], tuple[Learner, Shape]]
 
 
@@ -113,8 +116,8 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
         learner = RecurrentPeer(task.prepared, AS_PEOPLE_RUN_IT, seed=seed, learning_rate=learning_rate, **options)
         return learner, AS_PEOPLE_RUN_IT
 
-    def own(task: Task, seed: int, **options: Any) -> tuple[Learner, Shape]:
-        return our_learner(task.prepared, DEFAULTS, seed=seed, learning_rate=learning_rate, **options), DEFAULTS
+    def own(task: Task, seed: int, shape: Shape = DEFAULTS, **options: Any) -> tuple[Learner, Shape]:
+        return our_learner(task.prepared, shape, seed=seed, learning_rate=learning_rate, **options), shape
 
     def by_hand(task: Task, seed: int, shape: Shape) -> tuple[Learner, Shape]:
         env = trading_env(task.prepared, shape.envs, stagger=64)
@@ -123,7 +126,9 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
     return {
         f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
         f"Tailguard's defaults, {DEFAULTS}": own,
+        f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),
         f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
+        f"Tailguard, both, {SHORT}": partial(own, shape=SHORT, **CLIPPED),
         f"sb3-contrib, whole sequences, {AS_PEOPLE_RUN_IT}": partial(peer, whole=True),
         f"by hand, {AS_PEOPLE_RUN_IT}": partial(by_hand, shape=AS_PEOPLE_RUN_IT),
         f"by hand, {DEFAULTS}": partial(by_hand, shape=DEFAULTS),
