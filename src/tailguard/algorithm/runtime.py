@@ -137,6 +137,8 @@ def copy_into(before: Any, after: Any) -> None:
     if len(old) != len(new):
         raise ValueError(f"a structure of {len(new)} tensors cannot take the place of one of {len(old)}")
     for mine, value in zip(old, new, strict=True):
+        if mine.shape != value.shape:
+            raise ValueError(f"a tensor of shape {tuple(value.shape)} cannot take the place of {tuple(mine.shape)}")
         if mine is not value:
             mine.copy_(value)
 

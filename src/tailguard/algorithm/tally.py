@@ -13,11 +13,11 @@ from torch import Tensor
 class Tally:
     """Adds up figures, each a number or a row of numbers; the minibatches say which ones there are."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self.names: tuple[str, ...] = ()
         self.sizes: tuple[int, ...] = ()
-        self.sums = torch.zeros(0)
-        self.count = torch.zeros(())
+        self.sums = torch.zeros(0, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def clear(self) -> None:
         """Begin anew."""
@@ -31,7 +31,7 @@ class Tally:
         if self.names != tuple(figures):
             self.names = tuple(figures)
             self.sizes = tuple(value.numel() for value in figures.values())
-            self.sums, self.count = torch.zeros_like(row), torch.zeros_like(row[0])
+            self.sums = torch.zeros_like(row)
         self.sums += row if counts is None else torch.where(counts, row, 0.0)
         self.count += 1.0 if counts is None else counts
 

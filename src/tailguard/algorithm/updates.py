@@ -31,7 +31,7 @@ class Updates:
         self.learner = learner
         self.device = learner.device
         self.gradient_norms = GradientNorms(learner.agent)
-        self.tally = Tally()
+        self.tally = Tally(self.device)
         self.stop = KLStopState.start(self.device)
         self.final_kl = torch.tensor(torch.nan, device=self.device)
         """From the policy that acted to the one after the last step; NaN where no penalty asks for it."""

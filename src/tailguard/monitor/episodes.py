@@ -47,6 +47,7 @@ class EpisodeTracker:
         place = torch.where(kept, (self.count + number - 1) % WINDOW, WINDOW)
         rows = torch.stack((returns, lengths, pnl), dim=-1).flatten(0, 1)
         self.kept.scatter_(0, place.unsqueeze(-1).expand_as(rows), rows)
+        self.kept[-1].fill_(torch.nan)  # which of the others came there last is nobody's business
         self.count += number[-1]
 
     def figures(self) -> dict[str, Tensor]:

@@ -74,6 +74,7 @@ class OutcomeWindow:
         kept = flags & (number > number[-1] - self.size)
         place = torch.where(kept, (self.count + number - 1) % self.size, self.size)
         self.losses.scatter_(0, place, losses.flatten().double())
+        self.losses[-1].zero_()  # which of the others came there last is nobody's business
         self.count += number[-1]
 
     @property
