@@ -27,7 +27,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/simulator.py
+	$(BIN)/tailguard bench
 
 docs: .venv/.docs
 	$(BIN)/mkdocs build --strict

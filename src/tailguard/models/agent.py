@@ -50,7 +50,7 @@ class NetworkConfig:
     """Continuous actions: squash by tanh into the box; false clips instead, as Stable-Baselines3 does."""
     std: Literal["global", "state"] = "global"
     """Continuous actions: one standard deviation for all states, or one that depends on the state."""
-    log_std_init: float = -0.5
+    log_std_init: float = 0.0
     """Log of the first standard deviation, before squashing."""
     log_std_bounds: tuple[float, float] = (-5.0, 1.0)
     """The log standard deviation stays inside."""

@@ -22,7 +22,6 @@ DEMO_SETTINGS = (
     "ppo.learning_rate=linear:1e-3:1e-4",
     "ppo.network.hidden=[32]",
     "ppo.network.lstm_size=32",
-    "ppo.network.log_std_init=0.0",
     "risk.limit=-0.1",
     "risk.alpha=0.2",
     "training.total_timesteps=1500000",
