@@ -58,7 +58,9 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
 
 def test_a_healthy_run_is_silent(bars: Any) -> None:
     """Twin quantile critics, value clip, entropy bonus, LSTM: forty iterations of trading, not one alarm."""
-    learner = make(bars, twin_critics=True, value_clip="mean_only", entropy_coef=1e-3, learning_rate=3e-3, log_std_init=-0.5)
+    learner = make(
+        bars, twin_critics=True, value_clip="mean_only", entropy_coef=1e-3, learning_rate=3e-3, log_std_init=-0.5
+    )
     metrics = run(learner, 40)
     assert learner.alarms == []
     counts = {name: value for name, value in metrics.items() if name.startswith("warn/")}
