@@ -331,7 +331,7 @@ TEN_STEPS: dict[str, Any] = {
     "critic": "scalar", "gamma": 1.0, "learning_rate": "exponential:1e-2:5e-4", "log_std_init": -1.2,
     "log_std_bounds": (-1.25, -1.15), "monitor": False,
 }  # fmt: skip
-STEADY = RiskConfig(limit=-LIMIT, window=8192, kp=5.0, ki=0.15, margin=0.05)
+STEADY = RiskConfig(limit=-LIMIT, window=8192, kp=5.0, ki=0.15, margin=0.07)
 """A policy goes on moving for as long as λ is off, and a price that only gathers would swing with it: kp damps that."""
 CONSTANT_WEIGHT = 0.1105
 """What the best constant weight earns at the limit."""
