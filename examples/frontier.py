@@ -8,6 +8,10 @@ Each agent is trained with a limit on the mean loss of the worst 5 % of its epis
 the last episodes of training realised, exploration included, and what the deterministic policy does on years that no
 agent has seen: episodes of the same length, one after another, each from a flat account.
 
+Exploration and learning rate grow with the limit, and so do the positions of an agent that is still on its way. A row
+shows what the budget does only where λ has risen above 0; `--control` trains each agent a second time, alike in all but
+the limit, and the two must differ.
+
 Training needs torch and numpy only. Where Polars is missing, make the market elsewhere and bring it along:
 
     python examples/frontier.py --market market.npz --prepare     writes the file and stops
@@ -122,15 +126,21 @@ def settings(limit: float | None, plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(limit: float | None, plan: Plan) -> dict[str, Any]:
-    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode."""
+def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
+    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode.
+
+    task: the limit, and whether it holds; if not, it sets the exploration and the rate and nothing else
+    """
+    limit, holds = task
     torch.set_num_threads(plan.threads)
     env = tg.TradingEnv(
         read_market(plan.market, "seen"), num_envs=plan.envs, device=plan.device, episode_length=EPISODE,
         stagger=plan.n_steps, seed=plan.seed,
     )  # fmt: skip
     # Without a limit, a budget that nothing can break: the price of risk stays 0, and the tail is measured anyway.
-    risk = tg.RiskConfig(limit=-0.99 if limit is None else limit, alpha=ALPHA, kp=4.0, ki=0.1, cost_lambda=0.3)
+    risk = tg.RiskConfig(
+        limit=limit if limit is not None and holds else -0.99, alpha=ALPHA, kp=4.0, ki=0.1, cost_lambda=0.3
+    )
     agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(limit, plan))
     course: list[list[float]] = []
 
@@ -140,8 +150,9 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
         course.append([agent.metrics[name] for name in COURSE])
         if len(course) % LINE_EVERY == 0:
             tail, mean, price, exposure = course[-1][:4]
+            name = f"limit {limit}" if holds else f"limit {limit} (control)"
             print(
-                f"limit {limit}: {agent.num_timesteps:,} steps ({agent.metrics['time/fps']:,.0f}/s), "
+                f"{name}: {agent.num_timesteps:,} steps ({agent.metrics['time/fps']:,.0f}/s), "
                 f"CVaR {100 * tail:.2f} %, mean {100 * mean:+.2f} %, λ {price:.2f}, exposure {exposure:.3f}",
                 flush=True,
             )
@@ -154,6 +165,7 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
     noisy = unseen_episodes(agent, unseen, plan.device, deterministic=False)
     return {
         "limit": limit,
+        "holds": holds,
         "price": agent.metrics["risk/lambda"],
         "cvar": agent.metrics["risk/cvar_realised"],
         "mean": agent.metrics["risk/mean_realised"],
@@ -176,7 +188,8 @@ def unseen_episodes(
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """P&L of episodes side by side that together cover the bars once, as fractions of their starting equity."""
     env = tg.TradingEnv(bars, num_envs=1, device=device, episode_length=EPISODE)
-    task, rows = env.task, torch.arange(int(env.starts[0]), int(env.starts[-1]) + 1, EPISODE, device=device)
+    starts = torch.as_tensor(env.starts)  # bars in memory: every start by itself
+    task, rows = env.task, torch.arange(int(starts[0]), int(starts[-1]) + 1, EPISODE, device=device)
     state, memory = task.begin(open_accounts(rows, task.market.assets, task.market.dtype)), None
     alive = torch.ones(len(rows), 1, dtype=torch.bool, device=device)
     for age in range(EPISODE):
@@ -196,6 +209,7 @@ def show(rows: list[dict[str, Any]]) -> None:
           f"{'mean':>8} {'growth/year':>12}")  # fmt: skip
     for row in rows:
         limit = "none" if row["limit"] is None else f"{100 * row['limit']:.1f} %"
+        limit = limit if row["holds"] else "control"
         between = f"{100 * row['unseen cvar low']:.2f} … {100 * row['unseen cvar high']:.2f} %"
         print(f"{limit:>7} {row['price']:6.2f} {100 * row['cvar']:7.2f} % {100 * row['mean']:+6.2f} % │ "
               f"{100 * row['unseen cvar']:13.2f} % {between:>18} {100 * row['unseen mean']:+6.2f} % "
@@ -246,6 +260,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--n-steps", type=int, default=64, help="steps in a rollout")
     parser.add_argument("--minibatches", type=int, default=8, help="optimiser steps in an epoch")
     parser.add_argument("--jobs", type=int, default=1, help="agents trained at the same time")
+    parser.add_argument("--control", action="store_true", help="train each a second time, alike but for the limit")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop an agent after this long, ready or not")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the market and of the agents")
@@ -271,16 +286,19 @@ def main() -> None:
             given.minutes,
         )  # fmt: skip
         limits = [None if limit == "none" else float(limit) for limit in given.limits]
+        tasks = [(limit, True) for limit in limits]
+        if given.control:
+            tasks += [(limit, False) for limit in limits if limit is not None]
         given.out.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
             rows = []
-            for row in pool.map(partial(run, plan=plan), limits):
+            for row in pool.map(partial(run, plan=plan), tasks):
                 rows.append(row)
                 result.write_text(json.dumps({"course": COURSE, "rows": rows}))
     rows = json.loads(result.read_text())["rows"]
     show(rows)
     try:
-        draw(rows, given.out / "frontier.html")
+        draw([row for row in rows if row["holds"]], given.out / "frontier.html")
     except ImportError:
         print("no picture: Plotly is not installed here. Draw it elsewhere with --redraw")
 
