@@ -113,9 +113,18 @@ def p_value(value: float) -> str:
 
 def short_window(bars: int, bars_per_year: float) -> str:
     """A number of bars as a unit of time: wk, d, 3d, h, 5h, or 7 bars."""
+    count, unit = whole_units(bars, bars_per_year)
+    if unit == "bars":
+        return f"{count} bars"
+    short = {"weeks": "wk", "days": "d", "hours": "h"}[unit]
+    return short if count == 1 else f"{count}{short}"
+
+
+def whole_units(bars: int, bars_per_year: float) -> tuple[int, str]:
+    """A number of bars as a whole number of weeks, days or hours, the longest that fits; else of bars."""
     hours = bars * 365.25 * 24 / bars_per_year
-    for name, length in (("wk", 168), ("d", 24), ("h", 1)):
+    for name, length in (("weeks", 168), ("days", 24), ("hours", 1)):
         count = hours / length
         if abs(count - round(count)) < 1e-6 and round(count) >= 1:
-            return name if round(count) == 1 else f"{round(count)}{name}"
-    return f"{bars} bars"
+            return round(count), name
+    return bars, "bars"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tailguard.evaluate.table import growth, p_value, percent
+from tailguard.evaluate.table import growth, p_value, percent, whole_units
 
 if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
@@ -149,12 +149,8 @@ def overfitting_in_words(found: Overfitting, what: str) -> str:
 
 def window_in_words(bars: int, bars_per_year: float) -> str:
     """A number of bars as the time people call it."""
-    hours = bars * 365.25 * 24 / bars_per_year
-    for name, length in (("weeks", 168), ("days", 24), ("hours", 1)):
-        count = hours / length
-        if abs(count - round(count)) < 1e-6 and round(count) >= 1:
-            return name if round(count) == 1 else f"windows of {round(count)} {name}"
-    return f"windows of {bars} bars"
+    count, unit = whole_units(bars, bars_per_year)
+    return unit if count == 1 and unit != "bars" else f"windows of {count} {unit}"
 
 
 def _fragile(evidence: Evidence) -> list[str]:
