@@ -66,7 +66,7 @@ def test_weights_are_clamped_before_the_exponential_and_carry_no_gradient(make_l
     assert found[advantages > 0].unique().tolist() == pytest.approx([0.5 * 20.0])
     assert not found[advantages < -1e-3].any()
     assert not found.requires_grad
-    term = minibatch_loss(learner.agent, witness.batch, learner._hyper(), learner.config, (cloning,)).terms["bc"]
+    term = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
     gradients = torch.autograd.grad(term, list(learner.agent.parameters()), allow_unused=True)
     for (name, _), gradient in zip(learner.agent.named_parameters(), gradients, strict=True):
         policy = name.startswith(("action_head", "trunks.0"))
@@ -92,7 +92,7 @@ def test_without_a_teacher_the_actions_taken_are_imitated(make_learner: Any, mak
     mean, log_std = output.parameters.detach().chunk(2, -1)
     log_prob = torch.distributions.Normal(mean, log_std.exp()).log_prob(batch.actions).sum(-1)
     expected = -(batch.advantages.exp().clamp(max=20.0) * log_prob).mean()
-    term = minibatch_loss(learner.agent, batch, learner._hyper(), learner.config, (cloning,)).terms["bc"]
+    term = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
     assert float(term.detach()) == pytest.approx(float(expected), rel=1e-4)
 
 

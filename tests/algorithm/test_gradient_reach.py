@@ -82,7 +82,7 @@ def expected_terms(group: str, shared: bool) -> set[str]:
 def gradients_of_terms(learner: DistributionalPPO, witness: Any) -> dict[str, Gradients]:
     """Gradient of each term alone, on the batch of the last iteration and the weights after it."""
     batch = witness.batch if learner.agent.remembers else witness.batch.rows_as_sequences()
-    found = minibatch_loss(learner.agent, batch, learner._hyper(), learner.config, learner.extensions)
+    found = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config, learner.extensions)
     names = [name for name, _ in learner.agent.named_parameters()]
     result = {}
     for term, value in found.terms.items():
@@ -179,7 +179,7 @@ def test_the_terms_add_up_to_the_total(reach: Reach) -> None:
     """What the optimiser gets is the sum of the terms above and nothing else."""
     learner, gradients = reach("quantile", "separate", "twin", "global")
     witness = learner.extensions[1]
-    found = minibatch_loss(learner.agent, witness.batch, learner._hyper(), learner.config, learner.extensions)  # type: ignore[attr-defined]
+    found = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, learner.extensions)  # type: ignore[attr-defined]
     found.total.backward()  # type: ignore[no-untyped-call]
     for name, parameter in learner.agent.named_parameters():
         summed = torch.stack([gradients[term][name] for term in TERMS]).sum(0)
@@ -203,7 +203,7 @@ def test_both_critics_pull_equally_where_they_are_equally_wrong(
         learner.agent.trunks[2].load_state_dict(learner.agent.trunks[1].state_dict())
     state = witness.batch.state
     batch = dataclasses.replace(witness.batch, state=(state[0], state[1], *state[1:2][: len(state) - 2]))
-    terms = minibatch_loss(learner.agent, batch, learner._hyper(), learner.config).terms
+    terms = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).terms
     single = make_learner(extensions=(witness,))
     single.agent.load_state_dict(
         {name: learner.agent.state_dict()[name] for name in single.agent.state_dict()}, strict=True
@@ -214,7 +214,7 @@ def test_both_critics_pull_equally_where_they_are_equally_wrong(
         old_values=batch.old_values[:1],
         old_distributions=batch.old_distributions[:1],
     )
-    single_terms = minibatch_loss(single.agent, single_batch, single._hyper(), single.config).terms
+    single_terms = minibatch_loss(single.agent, single_batch, single.set_hyper(), single.config).terms
     for term, head in (("value", "value"), ("distribution", "distribution")):
         ours = [
             torch.autograd.grad(terms[term], getattr(critic, head).layer.weight, retain_graph=True)[0]

@@ -52,7 +52,7 @@ def test_the_ratio_is_one_before_the_first_step(
     assert max(ratios) < 1e-5
     # The policy does move in between: at the end of an iteration the ratio is far from one.
     batch = witness.batch if learner.agent.remembers else witness.batch.rows_as_sequences()
-    assert minibatch_loss(learner.agent, batch, learner._hyper(), learner.config).log_ratio.abs().max() > 1e-2
+    assert minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).log_ratio.abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("squash", [True, False])
@@ -119,7 +119,7 @@ def test_fused_and_stepwise_learning_have_the_same_gradient(
     gradients = []
     for choice in (False if without_ends else None, True):
         learner.optimizer.zero_grad()
-        loss = minibatch_loss(learner.agent, witness.batch, learner._hyper(), learner.config, inner_resets=choice)
+        loss = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, inner_resets=choice)
         loss.total.backward()  # type: ignore[no-untyped-call]
         gradients.append([parameter.grad for parameter in learner.agent.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -158,7 +158,7 @@ def test_a_minibatch_of_dead_rows_alone_has_a_loss_of_zero(
     batch = witness.batch.rows_as_sequences()
     dead = (batch.weights[0] == 0).nonzero().flatten()
     assert len(dead) > 1
-    loss = minibatch_loss(learner.agent, batch.select(dead), learner._hyper(), learner.config)
+    loss = minibatch_loss(learner.agent, batch.select(dead), learner.set_hyper(), learner.config)
     assert float(loss.total.detach()) == 0.0
 
 
@@ -243,7 +243,7 @@ def test_advantages_are_normalised_once_for_the_rollout(
     torch.testing.assert_close(batch.advantages.double(), expected, atol=1e-5, rtol=1e-5)
     for chosen in ([0], [1, 2], [5, 3, 0, 4]):
         part = batch.select(torch.tensor(chosen))
-        loss = minibatch_loss(learner.agent, part, learner._hyper(), learner.config)
+        loss = minibatch_loss(learner.agent, part, learner.set_hyper(), learner.config)
         counted = expected[:, chosen][valid[:, chosen]]
         assert float(loss.terms["policy"].detach()) == pytest.approx(-float(counted.mean()), abs=1e-5)
 

@@ -209,7 +209,7 @@ def test_the_clip_range_schedule_reaches_the_surrogate(make_learner: Any, make_w
     witness = make_witness()
     learner = make_learner(clip_range="linear:0.4:0", learning_rate=0.05, extensions=(witness,))
     assert series(learner, "train/clip_range", 4) == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    loss = minibatch_loss(learner.agent, witness.batch, learner._hyper(), learner.config)
+    loss = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config)
     outside = ((loss.log_ratio.exp() - 1).abs() > 0.1).float().mean()
     assert float(loss.figures["train/clip_fraction"]) == pytest.approx(float(outside))
     assert float(outside) > 0.1
@@ -286,7 +286,7 @@ def test_the_gradient_is_clipped_to_its_norm_or_not_at_all(make_learner: Any, ma
     witness = make_witness()
     learner = make_learner(max_grad_norm=limit, value_coef=50.0, twin_critics=True, extensions=(witness,))
     learner.iterate()
-    hyper, everything = learner._hyper(), torch.arange(6)
+    hyper, everything = learner.set_hyper(), torch.arange(6)
     learner.optimizer.zero_grad()
     minibatch_loss(learner.agent, witness.batch, hyper, learner.config).total.backward()  # type: ignore[no-untyped-call]
     free = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])

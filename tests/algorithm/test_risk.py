@@ -43,7 +43,7 @@ def gradients(learner: DistributionalPPO) -> dict[str, Tensor]:
     learner.state.carry = learner._begin()
     batch = learner._prepare(learner._collect(), usable=True).batch
     assert batch is not None
-    found = minibatch_loss(learner.agent, batch, learner._hyper(), learner.config)
+    found = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config)
     learner.optimizer.zero_grad(set_to_none=False)
     found.total.backward()  # type: ignore[no-untyped-call]
     return {name: one.grad.clone() for name, one in learner.agent.named_parameters() if one.grad is not None}
@@ -143,7 +143,7 @@ def test_what_an_episode_costs_does_not_depend_on_how_it_is_spread(bars: Any) ->
     assert learner.risk is not None
     assert learner.snapshot is not None
     rollout, risk = learner.snapshot.rollout, learner.risk
-    costs = risk.costs(rollout).double().numpy()
+    costs = risk.costs(rollout)[0].double().numpy()
     at_start = float(risk._expected(torch.zeros(()), torch.tensor(32.0)))
     start, ended = rollout.episode_start.numpy(), rollout.ended.numpy()
     checked = 0

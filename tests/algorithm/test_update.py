@@ -25,7 +25,7 @@ def trained(make_learner: Any, make_witness: Any, env: Any = None, **options: An
 
 
 def loss_of(learner: DistributionalPPO, batch: Batch) -> MinibatchLoss:
-    return minibatch_loss(learner.agent, batch, learner._hyper(), learner.config)
+    return minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config)
 
 
 # --- every term, by hand ---------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_a_critic_beyond_its_clip_stops_moving_on_and_may_always_come_back(
         parameters = [critic.value.layer.bias, critic.distribution.layer.bias]
 
         def gradients(config: Any, given: Batch) -> tuple[Tensor, ...]:
-            loss = minibatch_loss(learner.agent, given, learner._hyper(), config)
+            loss = minibatch_loss(learner.agent, given, learner.set_hyper(), config)
             return torch.autograd.grad(loss.terms["value"] + loss.terms["distribution"], parameters)  # noqa: B023
 
         value, quantiles = gradients(learner.config, away)
@@ -218,7 +218,7 @@ def test_a_categorical_critic_beyond_its_clip_is_not_pulled_further(make_learner
     plain = dataclasses.replace(learner.config, value_clip="off")
     pulls = []
     for config in (learner.config, plain):
-        term = minibatch_loss(learner.agent, batch, learner._hyper(), config).terms["distribution"]
+        term = minibatch_loss(learner.agent, batch, learner.set_hyper(), config).terms["distribution"]
         (gradient,) = torch.autograd.grad(term, critic.distribution.layer.bias)
         # How the mean of the softmax would change along −gradient.
         weights = critic.distribution.layer.bias.softmax(-1).detach()
@@ -258,6 +258,7 @@ def test_rows_of_a_memoryless_batch_stand_for_themselves(make_learner: Any, make
         assert torch.equal(rows.actions[0, number], witness.batch.actions[row, column])
         assert torch.equal(rows.distribution_targets[0, number], witness.batch.distribution_targets[row, column])
     losses = [
-        minibatch_loss(learner.agent, batch, learner._hyper(), learner.config).total for batch in (rows, witness.batch)
+        minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).total
+        for batch in (rows, witness.batch)
     ]
     torch.testing.assert_close(losses[0], losses[1])

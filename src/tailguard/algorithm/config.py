@@ -19,6 +19,8 @@ from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGS
 from tailguard.returns import AdvantageMode
 from tailguard.validate import check_choice, check_count, check_range
 
+AdvantageKind = Literal["gae", "hindsight"]
+
 
 @dataclass(frozen=True)
 class PPOConfig:
@@ -40,6 +42,9 @@ class PPOConfig:
     """Decoupled weight decay of every optimiser but adam, 0 to 0.1."""
     gamma: float = 0.99
     """Discount factor, above 0 to 1."""
+    advantages: AdvantageKind = "gae"
+    """gae, or hindsight: what an action earned more than the policy's mean action would have in the same bars. Far
+    less noisy, but blind to what an action does to later ones; needs a market that does not answer: a TradingEnv."""
     gae_lambda: float = 0.95
     """λ of the advantage estimate, 0 to 1."""
     distribution_lambda: float = 0.95
@@ -84,6 +89,8 @@ class PPOConfig:
     """First weight of an adaptive KL penalty that aims at target_kl; 0 is off."""
     max_grad_norm: float = 0.5
     """Longest gradient; 0 or less is off."""
+    exploration: float | str = 1.0
+    """Factor on the standard deviation of the actions, a schedule: exponential:1:0.1 ends with a tenth of the noise."""
     log_ratio_limit: float = 20.0
     """Log-ratios beyond this are clamped, and counted."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -118,6 +125,7 @@ class PPOConfig:
         check_range("ppo.distribution_lambda", self.distribution_lambda, low=0, high=1)
         check_choice("ppo.distribution_target", self.distribution_target, get_args(DistributionTarget))
         check_choice("ppo.baseline", self.baseline, get_args(Baseline))
+        check_choice("ppo.advantages", self.advantages, get_args(AdvantageKind))
         check_choice("ppo.twin_mode", self.twin_mode, get_args(TwinMode))
         check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
         check_choice("ppo.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
@@ -136,6 +144,7 @@ class PPOConfig:
         _check_schedule("ppo.learning_rate", self.learning_rate)
         _check_schedule("ppo.clip_range", self.clip_range)
         _check_schedule("ppo.entropy_coef", self.entropy_coef)
+        _check_schedule("ppo.exploration", self.exploration, zero=False)
         for name in ("target_kl", "kl_limit"):
             if getattr(self, name) is not None:
                 check_range(f"ppo.{name}", getattr(self, name), low=0, low_open=True)
@@ -216,10 +225,10 @@ class PPOConfig:
         return replace(self, network=network, **{name: value for name, value in options.items() if name in own})
 
 
-def _check_schedule(name: str, given: float | str) -> None:
-    """Raise unless `given` is a schedule that is never negative."""
+def _check_schedule(name: str, given: float | str, *, zero: bool = True) -> None:
+    """Raise unless `given` is a schedule that is never negative, nor 0 where `zero` is false."""
     try:
         schedule = Schedule.parse(given)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    check_range(name, min(schedule.start, schedule.end), low=0)
+    check_range(name, min(schedule.start, schedule.end), low=0, low_open=not zero)

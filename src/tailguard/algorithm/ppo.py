@@ -17,6 +17,7 @@ from torch import Tensor
 from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
+from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
 from tailguard.algorithm.nonfinite import (
     check_rollout,
     finite_inputs,
@@ -34,6 +35,8 @@ from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
 from tailguard.algorithm.updates import Updates
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.envs.protocol import FunctionalEnv
+from tailguard.errors import ConfigError
+from tailguard.models.actions import GaussianHead
 from tailguard.models.agent import ActorCritic
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.episodes import EpisodeTracker
@@ -93,6 +96,8 @@ class DistributionalPPO:
     ) -> None:
         self.config = (config or PPOConfig()).with_options(options)
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
+        if self.config.advantages == "hindsight":
+            check_hindsight(self.env)
         self.inputs = policy_inputs(self.env)
         self.device = self.env.device
         self.seed = seed
@@ -103,6 +108,8 @@ class DistributionalPPO:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
+        if not isinstance(network.action_head, GaussianHead) and Schedule.parse(self.config.exploration).end != 1:
+            raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.agent = network.to(self.device)
         self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
         self.return_moments = RunningMoments((), decay=self.config.return_decay, device=self.device)
@@ -226,7 +233,7 @@ class DistributionalPPO:
         if state.carry is None:
             state.carry = self._begin()
             runtime.forget()
-        self._hyper()
+        self.set_hyper()
         rollout = runtime.run("collect", self._collect)
         usable = check_rollout(rollout, self) if runtime.looks else True
         prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
@@ -258,9 +265,11 @@ class DistributionalPPO:
         clip = self.config.observation_clip if self.config.normalise_observations else math.inf
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
-    def _hyper(self) -> Hyper:
-        """Today's hyper-parameters, in the tensors that the optimiser and recorded graphs hold."""
+    def set_hyper(self) -> Hyper:
+        """Today's hyper-parameters, in the tensors that the optimiser, the policy and recorded graphs hold."""
         config, progress, hyper = self.config, self.state.progress, self.hyper
+        if isinstance(self.agent.action_head, GaussianHead):
+            self.agent.action_head.exploration.fill_(math.log(Schedule.parse(config.exploration)(progress)))
         hyper.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         hyper.clip_range.fill_(Schedule.parse(config.clip_range)(progress))
         hyper.entropy_coef.fill_(config.entropy_schedule.coefficient(self.state.entropy, progress))
@@ -272,6 +281,7 @@ class DistributionalPPO:
         carry, env = self.state.carry, self.env
         assert carry is not None  # `iterate` began
         standing = env.state if isinstance(env, FunctionalEnv) else None
+        track = Track() if self.config.advantages == "hindsight" else None
         rollout, after = collect(
             self.agent,
             env,
@@ -280,9 +290,12 @@ class DistributionalPPO:
             self.config.n_steps,
             self.generator,
             self.runtime.compiled(act_and_step),
+            track,
         )
         self.state.carry = self.runtime.keep(carry, after)
         if isinstance(env, FunctionalEnv):
+            if track is not None:
+                rollout = replace(rollout, hindsight=weigh(self.agent.action_head, env, rollout, track))
             env.state = self.runtime.keep(standing, env.state)
         return rollout
 
@@ -296,6 +309,8 @@ class DistributionalPPO:
         views, memory = look(self.agent, rollout, moments, config.estimates)
         self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
         estimates = estimate(views, rollout, config.estimates, self.generator)
+        if rollout.hindsight is not None:
+            estimates = replace(estimates, advantages=rollout.hindsight.advantages(config.gamma))
         if not usable:
             return Prepared(estimates, None, {})
         raw, figures = estimates.advantages, dict[str, Tensor]()

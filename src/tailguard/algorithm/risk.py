@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tailguard.algorithm.calibration import PredictedReturns
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.hindsight import Hindsight, TwoRows
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.state import Stateful
@@ -113,8 +114,9 @@ class RiskBudget:
         return parts if self.predictions is None else parts | {"predictions": self.predictions}
 
     @torch.no_grad()
-    def costs(self, rollout: Rollout) -> Tensor:
-        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N].
+    def costs(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N]; then, where the
+        rollout can be seen in hindsight, what each action cost more than the mean action would have, [T, N].
 
         The tail's cost (L − ν)₊/α falls due when an episode ends, and for one in twenty episodes only. Every row is
         charged its own part in it instead: by how much it moved the cost that is to be expected, if the rest of the
@@ -131,13 +133,34 @@ class RiskBudget:
         values = -rollout.outcome[needed].float()
         if self.config.measure == "bar":
             self.constraint.observe(values, rollout.valid)
-            return self.constraint.excess(values).masked_fill(~rollout.valid, 0.0) / self.horizon
+            costs = self.constraint.excess(values).masked_fill(~rollout.valid, 0.0) / self.horizon
+            return costs, self._more(rollout.hindsight, values, values)
         before, after, age = self.running.follow(values, rollout.episode_start)
         self.constraint.observe(after, rollout.ended & rollout.valid)
         self.changes.update(after - before, rollout.valid)
         to_come = (self.horizon - age).clamp(min=0.0)
         change = self._expected(after, (to_come - 1).clamp(min=0.0), rollout.ended) - self._expected(before, to_come)
-        return change.masked_fill(~rollout.valid, 0.0)
+        return change.masked_fill(~rollout.valid, 0.0), self._more(rollout.hindsight, before, to_come)
+
+    def _more(self, found: Hindsight | None, before: Tensor, to_come: Tensor) -> Tensor | None:
+        """What actions cost more than the mean actions would have; None where nobody knows.
+
+        before, to_come: losses and rows to come before each row, [T, N]; a measure of single bars needs neither
+        """
+        if found is None:
+            return None
+        name, measure = NEEDED[self.config.measure], self.config.measure
+
+        def cost(side: TwoRows) -> Tensor:
+            first, second = (-outcome[name].float() for outcome in side.outcome)
+            if measure == "bar":
+                both = self.constraint.excess(first) + self.constraint.excess(second).masked_fill(found.over, 0.0)
+                return both / self.horizon
+            if measure == "drawdown":
+                return self.constraint.excess(torch.maximum(before, torch.maximum(first, second)))
+            return self._expected(second, (to_come - 2).clamp(min=0.0), found.over)
+
+        return cost(found.taken) - cost(found.instead)
 
     def _expected(self, losses: Tensor, rows: Tensor, ended: Tensor | None = None) -> Tensor:
         """The cost to be expected of episodes that stand at these losses with so many rows to come, [...]."""
@@ -150,7 +173,7 @@ class RiskBudget:
 
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages [T, N] of reward minus priced cost, in raw units, and the figures of the budget."""
-        costs = self.costs(rollout)
+        costs, in_hindsight = self.costs(rollout)
         view = estimates.views[0]
         features, obs = view.output.features, rollout.scaled_obs
         with torch.no_grad():
@@ -175,6 +198,8 @@ class RiskBudget:
         if self.predictions is not None:
             self.predictions.follow(rollout, estimates)
             figures |= self.predictions.figures(self.config.alpha)
+        if in_hindsight is not None:
+            cost_advantages = in_hindsight
         return self.constraint.combine(estimates.advantages, cost_advantages), figures
 
     def _predict(self, values: Tensor, starts: Tensor) -> None:

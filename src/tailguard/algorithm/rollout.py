@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.flags import may_hold_any
 from tailguard.models.agent import ActorCritic, AgentState
 from tailguard.models.memory import MemoryState
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.hindsight import Hindsight, Track
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,8 @@ class Rollout:
     """Memory of every trunk before the first row."""
     outcome: dict[str, Tensor]
     """What the environment said of each step, [T, N] each."""
+    hindsight: Hindsight | None = None
+    """What the mean actions would have brought, where advantages are made of it."""
 
     @property
     def ended(self) -> Tensor:
@@ -122,10 +127,12 @@ def collect(
     n_steps: int,
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
+    track: Track | None = None,
 ) -> tuple[Rollout, Carry]:
     """Act for `n_steps` steps. The carry's critic states are not advanced here: `estimate` does that.
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
+    `track`: filled with the states of such an environment.
     """
     head = agent.action_head
     obs, start, memory = carry.obs, carry.episode_start, carry.state[0]
@@ -140,6 +147,9 @@ def collect(
         chance = head.draw((env.num_envs,), generator)
         if isinstance(env, FunctionalEnv):
             env_chance = env.draw()
+            if track is not None:
+                track.states.append(env.state)
+                track.chances.append(env_chance)
             acted, memory, env.state, step = whole_step(
                 agent, env, scale, obs, start, memory, chance, env.state, env_chance
             )

@@ -105,6 +105,7 @@ class Runtime:
     def forget(self) -> None:
         """Drop what was recorded: something has moved to other memory, as when a state is loaded."""
         self._recorded.clear()
+        self._pool = None  # it ends with the last graph that was recorded in it
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recorded:
         if self._pool is None:

@@ -133,6 +133,7 @@ def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *,
             target.load_state_dict(_on_device(state[name], agent.device) if name == "learner" else state[name])
         if "env" in expected:
             agent.env.load_state_dict(state["env"])
+        agent.set_hyper()
     except TailguardError as error:
         raise CheckpointError(f"{where}: {error}") from error
     except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:

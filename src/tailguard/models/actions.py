@@ -162,6 +162,8 @@ class GaussianHead(ActionHead):
 
     low: Tensor
     high: Tensor
+    exploration: Tensor
+    """Log of a factor on the standard deviation that the learner may change at any time; not among the weights."""
 
     def __init__(
         self,
@@ -184,6 +186,7 @@ class GaussianHead(ActionHead):
         self.free_log_std = nn.Parameter(torch.zeros(box.size)) if std == "global" else None
         self.register_buffer("low", box.low.to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("high", box.high.to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("exploration", torch.zeros(()), persistent=False)
 
     @property
     def raw_dtype(self) -> torch.dtype:
@@ -194,7 +197,8 @@ class GaussianHead(ActionHead):
             mean, free = output.chunk(2, dim=-1)
         else:
             mean, free = output, self.free_log_std.expand_as(output)
-        return torch.cat((mean, bounded_log_std(free, self.log_std_init, *self.log_std_bounds)), dim=-1)
+        log_std = bounded_log_std(free, self.log_std_init, *self.log_std_bounds) + self.exploration
+        return torch.cat((mean, log_std), dim=-1)
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight
@@ -227,9 +231,10 @@ class GaussianHead(ActionHead):
 
     def collapse_margin(self, parameters: Tensor) -> Tensor:
         """Log of the standard deviation over 1 % of the range's half, mean over the dimensions. Before squashing: a
-        policy that rests at the end of its range may still explore, and one that rests in the middle may not."""
+        policy that rests at the end of its range may still explore, and one that rests in the middle may not. What
+        was taken away on purpose does not count."""
         half = torch.ones_like(self.low) if self.squash else self._half_width.nan_to_num(posinf=1.0)
-        return (parameters.chunk(2, dim=-1)[1] - torch.log(COLLAPSED * half)).mean(-1)
+        return (parameters.chunk(2, dim=-1)[1] - self.exploration - torch.log(COLLAPSED * half)).mean(-1)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Squashing is one-to-one, so the squashed policies are as far apart as the Gaussians under them."""

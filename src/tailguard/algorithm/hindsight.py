@@ -1,0 +1,132 @@
+"""What an action did, apart from what the market did.
+
+An account of ordinary size does not move the market. Had the policy traded its mean action, the same bars would have
+followed, so the simulator can say what that would have brought. An action here is a target: the one after it brings
+both accounts to the same weights, and from then on they go alike. Two rows tell all:
+
+    A_t = [r_t + γ·r_{t+1}](a_t, a_{t+1}) − [r_t + γ·r_{t+1}](μ_t, a_{t+1})
+
+The second row holds what it costs to leave the position again. The mean action is a baseline that knows the future
+(an input-driven one, Mao et al. 2019): it does not depend on a_t, so it adds no bias, and with it goes what the market
+did to the position that was held anyway, nearly all of the noise where positions are large against the exploration.
+Left out is what a_t does to later actions through the observation (weights, the episode's P&L).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.rollout import Rollout
+from tailguard.envs.protocol import Box, FunctionalEnv, VectorEnv
+from tailguard.errors import ConfigError
+from tailguard.models.actions import ActionHead
+
+MEASURED = ("pnl", "drawdown", "net")
+"""Outcomes that a risk budget may be made of."""
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where the environment stood before each row of a rollout, and the chance in the row."""
+
+    states: list[Any] = field(default_factory=list)
+    chances: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TwoRows:
+    """What came of an action in its row and in the row after it."""
+
+    reward: tuple[Tensor, Tensor]
+    """[T, N] each; 0 in the second where the episode was over."""
+    outcome: tuple[dict[str, Tensor], dict[str, Tensor]]
+    """[T, N] each, of `MEASURED`; in the second as in the first where the episode was over."""
+
+    def total(self, gamma: float) -> Tensor:
+        return self.reward[0] + gamma * self.reward[1]
+
+
+@dataclass(frozen=True)
+class Hindsight:
+    """Each action of a rollout beside the mean action that it was drawn around."""
+
+    taken: TwoRows
+    instead: TwoRows
+    over: Tensor
+    """Whether the episode ended in the action's own row, [T, N]."""
+
+    def advantages(self, gamma: float) -> Tensor:
+        """What each action earned more than the mean action would have, [T, N]."""
+        return self.taken.total(gamma) - self.instead.total(gamma)
+
+
+def check_hindsight(env: VectorEnv) -> None:
+    """Raise unless the environment can say what another action would have brought."""
+    if not isinstance(env, FunctionalEnv) or not isinstance(env.action_space, Box):
+        raise ConfigError(
+            f"ppo.advantages: hindsight asks what another action would have brought in the same market, and "
+            f"{type(env).__name__} cannot tell. Train on a TradingEnv, or set ppo.advantages to gae"
+        )
+
+
+@torch.no_grad()
+def weigh(head: ActionHead, env: FunctionalEnv, rollout: Rollout, track: Track) -> Hindsight:
+    """Let the mean actions be traded beside those that were. The environment stands after the rollout, and stays so.
+
+    The action after the last row is not known yet; both sides go on with the last mean.
+    """
+    steps, envs = rollout.rewards.shape
+    mean = head.to_env(head.mode(rollout.parameters))
+    following = torch.cat((head.to_env(rollout.actions[1:]), mean[-1:]))
+    later = [*track.chances[1:], env.draw()]
+    aside, first = env.transition(stacked(track.states), mean.flatten(0, 1), torch.cat(track.chances))
+    _, second = env.transition(aside, following.flatten(0, 1), torch.cat(later))
+    _, last = env.transition(env.state, following[-1], later[-1])
+
+    def rows(value: Tensor) -> Tensor:
+        return value.view(steps, envs)
+
+    def after(values: Tensor, final: Tensor) -> Tensor:
+        return torch.cat((values[1:], final.unsqueeze(0)))
+
+    def together(
+        reward: tuple[Tensor, Tensor], own: Mapping[str, Tensor], next_one: Mapping[str, Tensor], over: Tensor
+    ) -> TwoRows:
+        return TwoRows(
+            (reward[0], torch.where(over, 0.0, reward[1])),
+            (dict(own), {name: torch.where(over, own[name], value) for name, value in next_one.items()}),
+        )
+
+    over, outcome = rollout.ended, {name: rollout.outcome[name] for name in MEASURED if name in rollout.outcome}
+    taken = together(
+        (rollout.rewards, after(rollout.rewards, last.reward)),
+        outcome,
+        {name: after(value, last.outcome[name]) for name, value in outcome.items()},
+        over,
+    )
+    instead = together(
+        (rows(first.reward), rows(second.reward)),
+        {name: rows(first.outcome[name]) for name in outcome},
+        {name: rows(second.outcome[name]) for name in outcome},
+        over | rows(first.ended),
+    )
+    return Hindsight(taken, instead, over)
+
+
+def stacked(rows: Sequence[Any]) -> Any:
+    """Structures of tensors [N, ...], one a row, as one structure of [T·N, ...]."""
+    first = rows[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(rows))
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [item.name for item in dataclasses.fields(first)]
+        return dataclasses.replace(first, **{name: stacked([getattr(row, name) for row in rows]) for name in names})
+    if isinstance(first, Mapping):
+        return {name: stacked([row[name] for row in rows]) for name in first}
+    return tuple(stacked(parts) for parts in zip(*rows, strict=True))
