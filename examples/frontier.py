@@ -1,16 +1,16 @@
 """What does safety cost? One agent for each risk budget, on a long synthetic market with a planted signal.
 
     python examples/frontier.py                                   limits 0.5, 1, 2 and 4 %, and none
-    python examples/frontier.py --device cuda --envs 4096 --steps 60_000_000 --jobs 5
+    python examples/frontier.py --device cuda --envs 8192 --steps 400_000_000 --jobs 5
     python examples/frontier.py --out runs/frontier --redraw      the table and the picture again, without training
 
-Each agent is trained with a limit on the mean loss of the worst 5 % of its episodes (256 hourly bars). Shown is what
-the last episodes of training realised, exploration included, and what the deterministic policy does on years that no
-agent has seen: episodes of the same length, one after another, each from a flat account.
+Each agent is trained with a limit on the mean loss of the worst 5 % of its episodes (256 hourly bars). All else is the
+same for all of them: exploration, rates, seeds. So the agent without a limit shows what the others would do without
+theirs. Shown is what the last episodes of training realised, exploration included, and what the deterministic policy
+does on years that no agent has seen: episodes of the same length, one after another, each from a flat account.
 
-Exploration and learning rate grow with the limit, and so do the positions of an agent that is still on its way. A row
-shows what the budget does only where λ has risen above 0; `--control` trains each agent a second time, alike in all but
-the limit, and the two must differ.
+Noise has a tail, too, and pays costs. So it falls over the run to a size at which the tightest limit can be kept, and
+until then the tight budgets are broken, with the price of risk at its cap.
 
 Training needs torch and numpy only. Where Polars is missing, make the market elsewhere and bring it along:
 
@@ -43,22 +43,18 @@ from tailguard.market import open_accounts
 LIMITS = ("-0.005", "-0.01", "-0.02", "-0.04", "none")
 EPISODE = 256
 ALPHA = 0.05
-TRAINING_YEARS, UNSEEN_YEARS = 20, 20
+TRAINING_YEARS, UNSEEN_YEARS = 1_000, 200
 HOURS_PER_YEAR = 8_766
 SIGNAL = 8.0
 """Yearly Sharpe ratio, before costs, of a trader who sees the planted state."""
 FEATURES = ("return_24", "range_volatility_24", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24")
-EXPLORATION = 2.0
-"""First standard deviation of the weight, as a multiple of the limit: noise has a tail and pays costs, too, so that it
-must be small against the positions that the budget allows."""
-FREE_EXPLORATION = 0.2
-"""The largest one, and that without a limit."""
-SHRINKS = 0.7
-"""How far its logarithm may fall. It pays to explore less, and a policy without noise no longer moves."""
-RATE, LARGEST_RATE = 0.05, 3e-3
-"""First learning rate, as a multiple of that deviation: how far the policy moves is felt in units of its noise."""
+FIRST_DEVIATION, LAST_DEVIATION = 0.1, 0.004
+"""Standard deviation of the weight at the beginning and at the end."""
+FIRST_RATE, LAST_RATE = 3e-3, 3e-4
+"""How far the policy moves is felt in units of its noise: the learning rate falls with it."""
 COURSE = ("risk/cvar_realised", "risk/mean_realised", "risk/lambda", "data/exposure", "data/turnover")
 """Figures of every iteration that are kept."""
+SHADES = ("#440154", "#31688e", "#35b779", "#b8860b", "#D55E00")
 LINE_EVERY = 20
 """Iterations between two lines of progress."""
 
@@ -94,7 +90,7 @@ def write_market(path: Path, seed: int) -> None:
         arrays |= {f"{part}.features": prepared.features, f"{part}.usable": prepared.usable}
         arrays |= {"symbols": np.array(panel.symbols), "frequency_ms": np.array(panel.frequency_ms)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **arrays)
+    np.savez(path, **arrays)
 
 
 def read_market(path: Path, part: str) -> PreparedBars:
@@ -113,35 +109,29 @@ def read_market(path: Path, part: str) -> PreparedBars:
 # --- one agent -------------------------------------------------------------------------------------------------------
 
 
-def settings(limit: float | None, plan: Plan) -> dict[str, Any]:
-    """Of the learner. It starts flat, and grows its positions until the budget binds: from the safe side."""
-    deviation = FREE_EXPLORATION if limit is None else min(-EXPLORATION * limit, FREE_EXPLORATION)
-    rate = min(RATE * deviation, LARGEST_RATE)
+def settings(plan: Plan) -> dict[str, Any]:
+    """Of the learner. It starts flat, and grows its positions until the budget binds."""
     return {
         "n_steps": plan.n_steps, "minibatch_size": plan.n_steps * plan.envs // plan.minibatches,
-        "gamma": 0.95, "gae_lambda": 0.8, "learning_rate": f"linear:{rate}:{0.1 * rate}", "target_kl": 0.02,
+        "gamma": 0.95, "gae_lambda": 0.8, "target_kl": 0.02, "advantages": "hindsight",
+        "learning_rate": f"exponential:{FIRST_RATE}:{LAST_RATE}",
+        "exploration": f"exponential:1:{LAST_DEVIATION / FIRST_DEVIATION}",
+        "log_std_init": math.log(FIRST_DEVIATION),
+        "log_std_bounds": (math.log(FIRST_DEVIATION) - 0.1, math.log(FIRST_DEVIATION) + 0.1),
         "hidden": (32,), "lstm_size": 32, "critic": "scalar",
-        "log_std_init": math.log(deviation),
-        "log_std_bounds": (math.log(deviation) - SHRINKS, 0.0),
     }  # fmt: skip
 
 
-def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
-    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode.
-
-    task: the limit, and whether it holds; if not, it sets the exploration and the rate and nothing else
-    """
-    limit, holds = task
+def run(limit: float | None, plan: Plan) -> dict[str, Any]:
+    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode."""
     torch.set_num_threads(plan.threads)
     env = tg.TradingEnv(
         read_market(plan.market, "seen"), num_envs=plan.envs, device=plan.device, episode_length=EPISODE,
         stagger=plan.n_steps, seed=plan.seed,
     )  # fmt: skip
     # Without a limit, a budget that nothing can break: the price of risk stays 0, and the tail is measured anyway.
-    risk = tg.RiskConfig(
-        limit=limit if limit is not None and holds else -0.99, alpha=ALPHA, kp=4.0, ki=0.1, cost_lambda=0.3
-    )
-    agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(limit, plan))
+    risk = tg.RiskConfig(limit=-0.99 if limit is None else limit, alpha=ALPHA, kp=4.0, ki=0.1, lambda_max=20.0)
+    agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(plan))
     course: list[list[float]] = []
 
     begun = time.monotonic()
@@ -150,9 +140,8 @@ def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
         course.append([agent.metrics[name] for name in COURSE])
         if len(course) % LINE_EVERY == 0:
             tail, mean, price, exposure = course[-1][:4]
-            name = f"limit {limit}" if holds else f"limit {limit} (control)"
             print(
-                f"{name}: {agent.num_timesteps:,} steps ({agent.metrics['time/fps']:,.0f}/s), "
+                f"limit {limit}: {agent.num_timesteps:,} steps ({agent.metrics['time/fps']:,.0f}/s), "
                 f"CVaR {100 * tail:.2f} %, mean {100 * mean:+.2f} %, λ {price:.2f}, exposure {exposure:.3f}",
                 flush=True,
             )
@@ -160,12 +149,12 @@ def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
 
     agent.learn(plan.steps, callback=note)
     unseen = read_market(plan.market, "unseen")
-    found = unseen_episodes(agent, unseen, plan.device, deterministic=True)
+    found = whole_episodes(agent, unseen, plan.device, deterministic=True)
     tail = interval(found, cvar_statistic(ALPHA), np.random.default_rng(0))
-    noisy = unseen_episodes(agent, unseen, plan.device, deterministic=False)
+    noisy = whole_episodes(agent, unseen, plan.device, deterministic=False)
+    known = whole_episodes(agent, read_market(plan.market, "seen"), plan.device, deterministic=True)
     return {
         "limit": limit,
-        "holds": holds,
         "price": agent.metrics["risk/lambda"],
         "cvar": agent.metrics["risk/cvar_realised"],
         "mean": agent.metrics["risk/mean_realised"],
@@ -174,6 +163,8 @@ def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
         "unseen cvar high": tail.high,
         "unseen mean": float(found.mean()),
         "unseen growth": float(np.log1p(found).mean() * HOURS_PER_YEAR / EPISODE),
+        "seen cvar": float(cvar_statistic(ALPHA).of_rows(known)),
+        "seen mean": float(known.mean()),
         "unseen cvar exploring": float(cvar_statistic(ALPHA).of_rows(noisy)),
         "unseen mean exploring": float(noisy.mean()),
         "exposure": agent.metrics["data/exposure"],
@@ -183,7 +174,7 @@ def run(task: tuple[float | None, bool], plan: Plan) -> dict[str, Any]:
     }
 
 
-def unseen_episodes(
+def whole_episodes(
     agent: tg.DistributionalPPO, bars: PreparedBars, device: str, *, deterministic: bool
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """P&L of episodes side by side that together cover the bars once, as fractions of their starting equity."""
@@ -209,7 +200,6 @@ def show(rows: list[dict[str, Any]]) -> None:
           f"{'mean':>8} {'growth/year':>12}")  # fmt: skip
     for row in rows:
         limit = "none" if row["limit"] is None else f"{100 * row['limit']:.1f} %"
-        limit = limit if row["holds"] else "control"
         between = f"{100 * row['unseen cvar low']:.2f} … {100 * row['unseen cvar high']:.2f} %"
         print(f"{limit:>7} {row['price']:6.2f} {100 * row['cvar']:7.2f} % {100 * row['mean']:+6.2f} % │ "
               f"{100 * row['unseen cvar']:13.2f} % {between:>18} {100 * row['unseen mean']:+6.2f} % "
@@ -217,10 +207,10 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def draw(rows: list[dict[str, Any]], out: Path) -> None:
-    """Mean against tail, in training and on the unseen years, with the limits as lines."""
-    import plotly.graph_objects as go
+    """Mean against tail, in training and on the unseen years; and on the way there, the tail against the limit."""
+    from plotly.subplots import make_subplots
 
-    figure = go.Figure()
+    figure = make_subplots(cols=2, column_widths=[0.6, 0.4], horizontal_spacing=0.09)
     for prefix, name, colour in (("", "last episodes of training", "#0072B2"), ("unseen ", "unseen years", "#D55E00")):
         tails = [100 * row[f"{prefix}cvar"] for row in rows]
         figure.add_scatter(
@@ -231,36 +221,56 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
                 "arrayminus": [tail - 100 * row["unseen cvar low"] for row, tail in zip(rows, tails, strict=True)],
                 "thickness": 1,
             },
-            mode="lines+markers+text" if prefix else "lines+markers",
-            text=["no limit" if row["limit"] is None else f"{100 * row['limit']:g} %" for row in rows],
-            textposition="top center",
-            marker={"size": 10},
+            mode="lines+markers" if prefix else "lines+markers+text",
+            text=[label(row) for row in rows],
+            textposition="top right",
+            marker={"size": 9},
             line={"color": colour},
             name=name,
+            row=1, col=1,
         )  # fmt: skip
-    for row in rows:
+    for row, colour in zip(rows, SHADES, strict=False):
+        tails = [100 * values[0] for values in row["course"]]
+        steps = [row["steps"] * (index + 1) / len(tails) / 1e6 for index in range(len(tails))]
+        figure.add_scatter(
+            x=steps, y=tails, mode="lines", line={"color": colour, "width": 2}, name=label(row), showlegend=False,
+            row=1, col=2,
+        )  # fmt: skip
+        figure.add_annotation(
+            x=steps[-1], y=tails[-1], text=label(row), font={"color": colour}, showarrow=False, xanchor="left",
+            row=1, col=2,
+        )  # fmt: skip
         if row["limit"] is not None:
-            figure.add_vline(x=100 * row["limit"], line={"color": "#999999", "width": 1, "dash": "dot"})
+            for place in ({"x": 100 * row["limit"], "col": 1}, {"y": 100 * row["limit"], "col": 2}):
+                add = figure.add_vline if "x" in place else figure.add_hline
+                add(**place, row=1, line={"color": "#999999", "width": 1, "dash": "dot"})
     figure.update_layout(
         title=f"What safety costs: a budget on the worst {100 * ALPHA:g} % of {EPISODE}-hour episodes",
-        xaxis_title=f"mean of the worst {100 * ALPHA:g} % of episodes, % of equity (dotted: the limits; bars: 95 %)",
-        yaxis_title="mean of all episodes, % of equity",
         template="plotly_white",
-        height=600,
-        legend={"x": 0.98, "y": 0.98, "xanchor": "right"},
+        height=560,
+        margin={"r": 90},
+        legend={"x": 0.58, "y": 0.99, "xanchor": "right"},
     )
+    tail = f"mean of the worst {100 * ALPHA:g} %, % of equity"
+    figure.update_xaxes(title=f"{tail} (dotted: limits; bars: 95 %)", col=1)
+    figure.update_yaxes(title="mean of all episodes, % of equity", col=1)
+    figure.update_xaxes(title="steps of training, millions", col=2)
+    figure.update_yaxes(title=tail, range=[1.15 * 100 * min(row["cvar"] for row in rows), 0], col=2)
     figure.write_html(out, config={"displayModeBar": False})
+
+
+def label(row: dict[str, Any]) -> str:
+    return "no limit" if row["limit"] is None else f"{100 * row['limit']:g} %".replace("-", "−")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limits", nargs="+", default=LIMITS, help="lowest CVaR of an episode, or none")
-    parser.add_argument("--steps", type=int, default=5_000_000, help="environment steps for each agent")
-    parser.add_argument("--envs", type=int, default=512, help="accounts that step together")
-    parser.add_argument("--n-steps", type=int, default=64, help="steps in a rollout")
-    parser.add_argument("--minibatches", type=int, default=8, help="optimiser steps in an epoch")
+    parser.add_argument("--steps", type=int, default=30_000_000, help="environment steps for each agent")
+    parser.add_argument("--envs", type=int, default=2048, help="accounts that step together")
+    parser.add_argument("--n-steps", type=int, default=32, help="steps in a rollout")
+    parser.add_argument("--minibatches", type=int, default=4, help="optimiser steps in an epoch")
     parser.add_argument("--jobs", type=int, default=1, help="agents trained at the same time")
-    parser.add_argument("--control", action="store_true", help="train each a second time, alike but for the limit")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop an agent after this long, ready or not")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the market and of the agents")
@@ -286,19 +296,16 @@ def main() -> None:
             given.minutes,
         )  # fmt: skip
         limits = [None if limit == "none" else float(limit) for limit in given.limits]
-        tasks = [(limit, True) for limit in limits]
-        if given.control:
-            tasks += [(limit, False) for limit in limits if limit is not None]
         given.out.mkdir(parents=True, exist_ok=True)
         with ProcessPoolExecutor(given.jobs, get_context("spawn")) as pool:
             rows = []
-            for row in pool.map(partial(run, plan=plan), tasks):
+            for row in pool.map(partial(run, plan=plan), limits):
                 rows.append(row)
                 result.write_text(json.dumps({"course": COURSE, "rows": rows}))
     rows = json.loads(result.read_text())["rows"]
     show(rows)
     try:
-        draw([row for row in rows if row["holds"]], given.out / "frontier.html")
+        draw(rows, given.out / "frontier.html")
     except ImportError:
         print("no picture: Plotly is not installed here. Draw it elsewhere with --redraw")
 

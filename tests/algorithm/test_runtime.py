@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import warnings
@@ -511,6 +512,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "shared": RICH | {"memory": "shared", "microbatches": 1},
     "no memory": {"memory": "none", "twin_critics": True},
     "categorical": {"critic": "categorical", "kl_penalty": 0.1, "target_kl": 1e-3},
+    "hindsight": RICH | {"advantages": "hindsight", "exploration": "exponential:1:0.5"},
     "two layers": {"lstm_layers": 2, "optimizer": "adamw", "weight_decay": 0.01},
 }
 
@@ -573,7 +575,7 @@ def test_a_recorded_learner_goes_on_from_a_checkpoint(make_learner: Any, everyth
     for learner in (whole, other):
         for _ in range(WARMUP + 1):
             learner.iterate()
-    good = capture(other)
+    good = copy.deepcopy(capture(other))  # what it captures goes on changing
     other.iterate()
     restore(other, good, "here", episodes=True)
     for learner in (whole, other):
