@@ -233,12 +233,12 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
         tails = [100 * values[0] for values in row["course"]]
         steps = [row["steps"] * (index + 1) / len(tails) / 1e6 for index in range(len(tails))]
         figure.add_scatter(
-            x=steps, y=tails, mode="lines", line={"color": colour, "width": 2}, name=label(row), showlegend=False,
+            x=steps, y=tails, mode="lines", line={"color": colour, "width": 1.2}, name=label(row), showlegend=False,
             row=1, col=2,
         )  # fmt: skip
         figure.add_annotation(
-            x=steps[-1], y=tails[-1], text=label(row), font={"color": colour}, showarrow=False, xanchor="left",
-            row=1, col=2,
+            x=steps[-1], y=tails[-1] if row["limit"] is None else 100 * row["limit"], text=label(row),
+            font={"color": colour}, showarrow=False, xanchor="left", row=1, col=2,
         )  # fmt: skip
         if row["limit"] is not None:
             for place in ({"x": 100 * row["limit"], "col": 1}, {"y": 100 * row["limit"], "col": 2}):
@@ -248,11 +248,12 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
         title=f"What safety costs: a budget on the worst {100 * ALPHA:g} % of {EPISODE}-hour episodes",
         template="plotly_white",
         height=560,
-        margin={"r": 90},
-        legend={"x": 0.58, "y": 0.99, "xanchor": "right"},
+        margin={"t": 60, "r": 90},
+        legend={"x": 0.02, "y": 0.02},
     )
     tail = f"mean of the worst {100 * ALPHA:g} %, % of equity"
-    figure.update_xaxes(title=f"{tail} (dotted: limits; bars: 95 %)", col=1)
+    lowest = 100 * min(row["unseen cvar low"] for row in rows)
+    figure.update_xaxes(title=f"{tail} (dotted: limits; bars: 95 %)", range=[1.05 * lowest, -0.12 * lowest], col=1)
     figure.update_yaxes(title="mean of all episodes, % of equity", col=1)
     figure.update_xaxes(title="steps of training, millions", col=2)
     figure.update_yaxes(title=tail, range=[1.15 * 100 * min(row["cvar"] for row in rows), 0], col=2)
