@@ -125,7 +125,6 @@ def test_the_factor_is_not_among_the_weights(make_learner: Any, tmp_path: Path) 
     assert found[0] == found[1] == {name for name, _ in learner.agent.named_parameters()}
 
 
-@pytest.mark.xfail(strict=True, reason="before the first rollout the factor is 1, whatever the schedule says")
 def test_an_agent_that_has_not_learned_yet_draws_as_a_loaded_one(make_learner: Any, tmp_path: Path) -> None:
     learner = make_learner(exploration=0.1)
     learner.save(tmp_path / "agent")
@@ -174,18 +173,7 @@ def test_noise_must_stay_positive(make_learner: Any, given: float | str) -> None
         make_learner(exploration=given)
 
 
-ENDS_AT_ONE = pytest.mark.xfail(strict=True, reason="only the schedule's end is looked at")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        0.5,
-        "linear:1:0.5",
-        pytest.param("linear:2:1", marks=ENDS_AT_ONE),
-        pytest.param("exponential:0.5:1", marks=ENDS_AT_ONE),
-    ],
-)
+@pytest.mark.parametrize("given", [0.5, "linear:1:0.5", "linear:2:1", "exponential:0.5:1"])
 def test_choices_have_no_deviation_to_scale(make_learner: Any, scripted_env: Any, given: float | str) -> None:
     with pytest.raises(ConfigError, match=r"^ppo\.exploration: .*leave it at 1"):
         make_learner(scripted_env(discrete=True), exploration=given)

@@ -418,9 +418,9 @@ def test_a_budget_without_a_price_leaves_the_rewards_advantages(make_learner: An
 @pytest.mark.parametrize(
     "measure",
     [
-        pytest.param("episode", marks=pytest.mark.xfail(strict=True, reason="a lost shadow is given rows to come")),
+        "episode",
         "drawdown",
-        pytest.param("bar", marks=pytest.mark.xfail(strict=True, reason="a lost shadow is charged twice")),
+        "bar",
     ],
 )
 def test_a_lost_account_is_charged_once_and_has_nothing_to_come(
@@ -490,7 +490,7 @@ def test_a_run_goes_the_same_way_twice_and_on_from_a_checkpoint(
 def test_an_environment_that_cannot_tell_is_refused(make_learner: Any, scripted_env: Any) -> None:
     for env, options in ((scripted_env(), {}), ("Pendulum-v1", {"num_envs": 2}), ("CartPole-v1", {"num_envs": 2})):
         with pytest.raises(ConfigError, match=r"ppo\.advantages: .*TradingEnv, or set ppo\.advantages to gae"):
-            make_learner(env, advantages="hindsight", **options)
+            make_learner(env, advantages="hindsight", **options).learn(1)
 
 
 def test_unknown_advantages_are_refused(make_learner: Any) -> None:
@@ -498,7 +498,6 @@ def test_unknown_advantages_are_refused(make_learner: Any) -> None:
         make_learner(advantages="foresight")
 
 
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="the stand-in for a missing environment is refused")
 def test_a_saved_agent_predicts_without_its_environment(
     make_learner: Any, prepared: PreparedBars, tmp_path: Path
 ) -> None:

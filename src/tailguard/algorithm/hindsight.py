@@ -44,9 +44,13 @@ class TwoRows:
     """What came of an action in its row and in the row after it."""
 
     reward: tuple[Tensor, Tensor]
-    """[T, N] each; 0 in the second where the episode was over."""
+    """[T, N] each; 0 in the second where there is no second row."""
     outcome: tuple[dict[str, Tensor], dict[str, Tensor]]
-    """[T, N] each, of `MEASURED`; in the second as in the first where the episode was over."""
+    """[T, N] each, of `MEASURED`; in the second as in the first where there is no second row."""
+    alone: Tensor
+    """Whether the first row is all there is, [T, N] bool."""
+    ended: Tensor
+    """Whether the account's episode is over after these rows, [T, N] bool."""
 
     def total(self, gamma: float) -> Tensor:
         return self.reward[0] + gamma * self.reward[1]
@@ -58,8 +62,6 @@ class Hindsight:
 
     taken: TwoRows
     instead: TwoRows
-    over: Tensor
-    """Whether the episode ended in the action's own row, [T, N]."""
 
     def advantages(self, gamma: float) -> Tensor:
         """What each action earned more than the mean action would have, [T, N]."""
@@ -95,28 +97,39 @@ def weigh(head: ActionHead, env: FunctionalEnv, rollout: Rollout, track: Track) 
     def after(values: Tensor, final: Tensor) -> Tensor:
         return torch.cat((values[1:], final.unsqueeze(0)))
 
-    def together(
-        reward: tuple[Tensor, Tensor], own: Mapping[str, Tensor], next_one: Mapping[str, Tensor], over: Tensor
-    ) -> TwoRows:
-        return TwoRows(
-            (reward[0], torch.where(over, 0.0, reward[1])),
-            (dict(own), {name: torch.where(over, own[name], value) for name, value in next_one.items()}),
-        )
+    measured = [name for name in MEASURED if name in rollout.outcome]
+    taken = _together(
+        _Row(rollout.rewards, {name: rollout.outcome[name] for name in measured}, rollout.ended),
+        _Row(
+            after(rollout.rewards, last.reward),
+            {name: after(rollout.outcome[name], last.outcome[name]) for name in measured},
+            after(rollout.ended, last.ended),
+        ),
+        rollout.ended,
+    )
+    own, following_one = (
+        _Row(rows(step.reward), {name: rows(step.outcome[name]) for name in measured}, rows(step.ended))
+        for step in (first, second)
+    )
+    return Hindsight(taken, _together(own, following_one, rollout.ended | own.ended))
 
-    over, outcome = rollout.ended, {name: rollout.outcome[name] for name in MEASURED if name in rollout.outcome}
-    taken = together(
-        (rollout.rewards, after(rollout.rewards, last.reward)),
-        outcome,
-        {name: after(value, last.outcome[name]) for name, value in outcome.items()},
-        over,
+
+@dataclass(frozen=True)
+class _Row:
+    reward: Tensor
+    outcome: dict[str, Tensor]
+    ended: Tensor
+
+
+def _together(first: _Row, second: _Row, alone: Tensor) -> TwoRows:
+    """Two rows, of which the second is left out where the first is `alone`."""
+    outcome = {name: torch.where(alone, first.outcome[name], value) for name, value in second.outcome.items()}
+    return TwoRows(
+        (first.reward, torch.where(alone, 0.0, second.reward)),
+        (first.outcome, outcome),
+        alone,
+        first.ended | (second.ended & ~alone),
     )
-    instead = together(
-        (rows(first.reward), rows(second.reward)),
-        {name: rows(first.outcome[name]) for name in outcome},
-        {name: rows(second.outcome[name]) for name in outcome},
-        over | rows(first.ended),
-    )
-    return Hindsight(taken, instead, over)
 
 
 def stacked(rows: Sequence[Any]) -> Any:

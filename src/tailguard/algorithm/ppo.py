@@ -96,8 +96,6 @@ class DistributionalPPO:
     ) -> None:
         self.config = (config or PPOConfig()).with_options(options)
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
-        if self.config.advantages == "hindsight":
-            check_hindsight(self.env)
         self.inputs = policy_inputs(self.env)
         self.device = self.env.device
         self.seed = seed
@@ -108,7 +106,8 @@ class DistributionalPPO:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
-        if not isinstance(network.action_head, GaussianHead) and Schedule.parse(self.config.exploration).end != 1:
+        exploration = Schedule.parse(self.config.exploration)
+        if not isinstance(network.action_head, GaussianHead) and (exploration.start, exploration.end) != (1, 1):
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.agent = network.to(self.device)
         self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
@@ -136,6 +135,7 @@ class DistributionalPPO:
         self.updates = Updates(self)
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
+        self.set_hyper()
 
     @property
     def spec(self) -> TradingSpec | None:
@@ -253,6 +253,8 @@ class DistributionalPPO:
 
     def _begin(self) -> Carry:
         """Fresh episodes and empty memories."""
+        if self.config.advantages == "hindsight":  # not earlier: an agent that only acts may do so anywhere
+            check_hindsight(self.env)
         # An agent that goes on after it was loaded must not live through its first episodes again.
         obs = self.env.reset(self.seed + self.state.iteration)
         if self.config.normalise_observations and self.observation_moments.count == 0:

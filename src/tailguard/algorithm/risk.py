@@ -154,11 +154,12 @@ class RiskBudget:
         def cost(side: TwoRows) -> Tensor:
             first, second = (-outcome[name].float() for outcome in side.outcome)
             if measure == "bar":
-                both = self.constraint.excess(first) + self.constraint.excess(second).masked_fill(found.over, 0.0)
+                both = self.constraint.excess(first) + self.constraint.excess(second).masked_fill(side.alone, 0.0)
                 return both / self.horizon
             if measure == "drawdown":
                 return self.constraint.excess(torch.maximum(before, torch.maximum(first, second)))
-            return self._expected(second, (to_come - 2).clamp(min=0.0), found.over)
+            left = to_come - torch.where(side.alone, 1.0, 2.0)
+            return self._expected(second, left.clamp(min=0.0), side.ended)
 
         return cost(found.taken) - cost(found.instead)
 
