@@ -126,6 +126,8 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
     return {
         f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
         f"Tailguard's defaults, {DEFAULTS}": own,
+        f"Tailguard, in hindsight, {DEFAULTS}": partial(own, advantages="hindsight"),
+        f"Tailguard, in hindsight, {SHORT}": partial(own, shape=SHORT, advantages="hindsight"),
         f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),
         f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
         f"Tailguard, both, {SHORT}": partial(own, shape=SHORT, **CLIPPED),

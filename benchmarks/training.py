@@ -66,6 +66,8 @@ def groups(prepared: PreparedBars) -> list[Group]:
             "Tailguard plain (scalar critic)": partial(own, EQUAL, critic="scalar"),
             "Tailguard default (quantile critic)": partial(own, EQUAL),
             "Tailguard all on": partial(own, EQUAL, **EVERYTHING),
+            "Tailguard plain, compiled": partial(own, EQUAL, critic="scalar", runtime="compile"),
+            "Tailguard all on, compiled": partial(own, EQUAL, **EVERYTHING, runtime="compile"),
         },
         {
             "sb3-contrib, episodes end at any step": partial(peer, prepared, EQUAL, stagger=1),
@@ -78,6 +80,8 @@ def groups(prepared: PreparedBars) -> list[Group]:
             f"Tailguard plain, {DEFAULTS}": partial(own, DEFAULTS, critic="scalar"),
             "default": partial(own, DEFAULTS),
             "default without figures of health": partial(own, DEFAULTS, monitor=False),
+            "quantile critic, risk budget": partial(own, DEFAULTS, risk=RISK_STACK["risk"]),
+            "twin quantile critics": partial(own, DEFAULTS, twin_critics=True),
             "twin quantile critics, risk budget": partial(own, DEFAULTS, **RISK_STACK),
             "variance gradient scaling": partial(own, DEFAULTS, vgs=VGSConfig(enabled=True)),
             "UPGDW": partial(own, DEFAULTS, optimizer="upgdw"),
@@ -88,6 +92,7 @@ def groups(prepared: PreparedBars) -> list[Group]:
             "sb3-contrib, whole sequences": partial(peer, prepared, AS_PEOPLE_RUN_IT, whole_sequences=True),
             f"by hand, {AS_PEOPLE_RUN_IT}": partial(by_hand, prepared, AS_PEOPLE_RUN_IT),
             f"Tailguard's defaults, {DEFAULTS}": partial(own, DEFAULTS),
+            "Tailguard's defaults, compiled": partial(own, DEFAULTS, runtime="compile"),
         },
     ]
 

@@ -415,14 +415,7 @@ def test_a_budget_without_a_price_leaves_the_rewards_advantages(make_learner: An
     np.testing.assert_allclose(batch.advantages, seen.for_all(discounted(0.99)), atol=2e-8, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "measure",
-    [
-        "episode",
-        "drawdown",
-        "bar",
-    ],
-)
+@pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
 def test_a_lost_account_is_charged_once_and_has_nothing_to_come(
     make_learner: Any, crash: PreparedBars, measure: Any
 ) -> None:

@@ -30,9 +30,10 @@ class CostCritic(nn.Module):
         nn.init.zeros_(last.bias)
         self.network = nn.Sequential(*layers, last)
         self.to(device)
+        on_gpu = torch.device(device).type == "cuda"
         # `capturable`: steps that can be recorded in a CUDA graph; it asks for parameters that are there already.
         self.optimizer = torch.optim.Adam(
-            self.parameters(), lr=learning_rate, eps=1e-5, capturable=torch.device(device).type == "cuda"
+            self.parameters(), lr=learning_rate, eps=1e-5, capturable=on_gpu, fused=not on_gpu
         )
 
     def forward(self, features: Tensor, obs: Tensor) -> Tensor:
