@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 
@@ -31,6 +33,43 @@ def test_free_memory_is_that_of_the_machine_or_of_the_limit() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert float(found.stdout) == pytest.approx(50_000_000, rel=0.2)
+
+
+FAULTS = """
+import resource, sys, torch
+from tailguard.memory import keep_freed_memory
+kept = sys.argv[1] == "keep" and keep_freed_memory()
+def churn():
+    for _ in range(10):
+        blocks = [torch.ones(5_000_000) for _ in range(5)]  # 20 MB each
+        del blocks
+churn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+churn()
+print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(way: str, **environment: str) -> tuple[int, int]:
+    """Whether freed memory is kept, and page faults of ten times five blocks of 20 MB, 244,000 pages in all."""
+    command = [sys.executable, "-c", FAULTS, way]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
+    kept, count = map(int, found.stdout.split())
+    return kept, count
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="options of glibc")
+def test_freed_memory_is_kept_so_that_its_pages_need_not_be_cleared_again() -> None:
+    kept, few = faults("keep")
+    left, many = faults("leave")
+    assert (kept, left) == (1, 0)
+    assert few < 1_000
+    assert many > 50_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="options of glibc")
+def test_the_users_own_thresholds_stay() -> None:
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="1000000")[0] == 0
 
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8), lambda: np.ones((2**50,))])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,10 @@ from pathlib import Path
 from tailguard.errors import ConfigError
 
 _SAID = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's `mallopt`."""
+_LARGEST_KEPT, _KEPT_IN_ALL = 32 * 2**20, 256 * 2**20
+"""Bytes. glibc allows no more for a single block."""
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -20,6 +26,22 @@ def in_words(size: float) -> str:
     shown = size / 1000**power
     places = 0 if power == 0 or shown >= 100 else 1
     return f"{shown:,.{places}f} {_UNITS[power]}"
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep blocks that it frees for the next time it needs some; whether it will.
+
+    glibc gives larger blocks back to the system at once. An iteration takes and frees the same tensors again and
+    again, a hundred thousand pages of them, and the kernel has to clear every page that comes back. Where there is no
+    glibc, or the user has set its thresholds in the environment, nothing is changed.
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")):
+        return False
+    try:
+        set_option = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # Windows, macOS, musl
+        return False
+    return bool(set_option(_MMAP_THRESHOLD, _LARGEST_KEPT) and set_option(_TRIM_THRESHOLD, _KEPT_IN_ALL))
 
 
 def free_memory(device: str = "cpu") -> float:

@@ -36,6 +36,7 @@ from tailguard.algorithm.updates import Updates
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.errors import ConfigError
+from tailguard.memory import keep_freed_memory
 from tailguard.models.actions import GaussianHead
 from tailguard.models.agent import ActorCritic
 from tailguard.models.precision import is_narrow, tensor_cores
@@ -98,6 +99,8 @@ class DistributionalPPO:
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
         self.inputs = policy_inputs(self.env)
         self.device = self.env.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.seed = seed
         self.extensions = tuple(extensions)
         self.generator = torch.Generator(self.device).manual_seed(seed)

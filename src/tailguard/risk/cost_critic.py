@@ -61,8 +61,9 @@ class CostCritic(nn.Module):
         for _ in range(epochs):
             order = shuffled(len(rows), generator)
             for index in order.tensor_split(parts):
-                error = self.network(rows[index]).squeeze(-1) - wanted[index]
-                loss = (error.square() * counts[index]).sum() / counts[index].sum().clamp(min=1)
+                error = self.network(rows.index_select(0, index)).squeeze(-1) - wanted.index_select(0, index)
+                counted = counts.index_select(0, index)
+                loss = (error.square() * counted).sum() / counted.sum().clamp(min=1)
                 self.optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 self.optimizer.step()
