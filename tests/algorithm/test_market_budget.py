@@ -1,0 +1,63 @@
+"""A budget on the synthetic market: kept by the agent that has one, broken by the same agent without."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tailguard as tg
+from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.data.prepare import PreparedBars, prepare
+
+EPISODE, YEAR = 256, 8_766
+FEATURES = ("return_24", "range_volatility_24", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24")
+
+
+@pytest.fixture(scope="module")
+def years() -> PreparedBars:
+    """A hundred years with a planted signal."""
+    return prepare(tg.make_market(100 * YEAR, seed=0, signal=8.0).bars, FEATURES)
+
+
+def trained(years: PreparedBars, limit: float, iterations: int = 120) -> tuple[DistributionalPPO, list[dict[str, Any]]]:
+    """An agent that explores less and less, and its last thirty iterations' figures."""
+    envs, rows = 2_048, 32
+    agent = tg.DistributionalPPO(
+        tg.TradingEnv(years, num_envs=envs, episode_length=EPISODE, stagger=rows, seed=0),
+        seed=0,
+        risk=tg.RiskConfig(limit=limit, kp=4.0, ki=0.1),
+        n_steps=rows,
+        minibatch_size=envs * rows // 4,
+        gamma=0.95,
+        advantages="hindsight",
+        learning_rate="exponential:3e-3:1e-3",
+        exploration="exponential:1:0.3",
+        log_std_init=math.log(0.06),
+        target_kl=0.02,
+        hidden=(32,),
+        lstm_size=32,
+        critic="scalar",
+    )
+    course: list[dict[str, Any]] = []
+    agent.learn(envs * rows * iterations, callback=lambda *_: course.append(dict(agent.metrics)))
+    return agent, course[-30:]
+
+
+@pytest.mark.slow
+def test_a_budget_is_kept_where_the_same_agent_without_breaks_it_by_far(years: PreparedBars) -> None:
+    """8 M steps each, a limit of 2 %, and one of 99 % that nothing can break."""
+    figures = {limit: trained(years, limit)[1] for limit in (-0.02, -0.99)}
+    mean = {
+        limit: {name: np.mean([row[name] for row in rows]) for name in rows[0] if name.startswith("risk/")}
+        for limit, rows in figures.items()
+    }
+    with_limit, without = mean[-0.02], mean[-0.99]
+    assert -0.0225 < with_limit["risk/cvar_realised"] < -0.0125
+    assert with_limit["risk/lambda"] > 0.1
+    assert without["risk/lambda"] == 0
+    assert without["risk/cvar_realised"] < 1.6 * with_limit["risk/cvar_realised"]
+    assert with_limit["risk/mean_realised"] > 0.01
+    assert without["risk/mean_realised"] > 1.3 * with_limit["risk/mean_realised"]
