@@ -1,4 +1,4 @@
-"""A budget on the synthetic market: kept by the agent that has one, broken by the same agent without."""
+"""A budget on the synthetic market: it holds the tail where the same agent without one breaks it by far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def years() -> PreparedBars:
     return prepare(tg.make_market(100 * YEAR, seed=0, signal=8.0).bars, FEATURES)
 
 
-def trained(years: PreparedBars, limit: float, iterations: int = 120) -> tuple[DistributionalPPO, list[dict[str, Any]]]:
+def trained(years: PreparedBars, limit: float, iterations: int = 200) -> tuple[DistributionalPPO, list[dict[str, Any]]]:
     """An agent that explores less and less, and its last thirty iterations' figures."""
     envs, rows = 2_048, 32
     agent = tg.DistributionalPPO(
@@ -47,17 +47,17 @@ def trained(years: PreparedBars, limit: float, iterations: int = 120) -> tuple[D
 
 
 @pytest.mark.slow
-def test_a_budget_is_kept_where_the_same_agent_without_breaks_it_by_far(years: PreparedBars) -> None:
-    """8 M steps each, a limit of 2 %, and one of 99 % that nothing can break."""
+def test_a_budget_holds_the_tail_that_is_six_times_as_deep_without(years: PreparedBars) -> None:
+    """13 M steps each: a limit of 2 %, and one of 99 % that nothing can break. Exploration is still large at the end."""
     figures = {limit: trained(years, limit)[1] for limit in (-0.02, -0.99)}
     mean = {
         limit: {name: np.mean([row[name] for row in rows]) for name in rows[0] if name.startswith("risk/")}
         for limit, rows in figures.items()
     }
     with_limit, without = mean[-0.02], mean[-0.99]
-    assert -0.0225 < with_limit["risk/cvar_realised"] < -0.0125
-    assert with_limit["risk/lambda"] > 0.1
+    assert -0.025 < with_limit["risk/cvar_realised"] < -0.016
+    assert with_limit["risk/lambda"] > 1
+    assert with_limit["risk/mean_realised"] > 0.03
     assert without["risk/lambda"] == 0
-    assert without["risk/cvar_realised"] < 1.6 * with_limit["risk/cvar_realised"]
-    assert with_limit["risk/mean_realised"] > 0.01
-    assert without["risk/mean_realised"] > 1.3 * with_limit["risk/mean_realised"]
+    assert without["risk/cvar_realised"] < -0.1
+    assert without["risk/mean_realised"] > 0.1
