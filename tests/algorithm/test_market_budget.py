@@ -48,7 +48,7 @@ def trained(years: PreparedBars, limit: float, iterations: int = 200) -> tuple[D
 
 @pytest.mark.slow
 def test_a_budget_holds_the_tail_that_is_six_times_as_deep_without(years: PreparedBars) -> None:
-    """13 M steps each: a limit of 2 %, and one of 99 % that nothing can break. Exploration is still large at the end."""
+    """13 M steps each: a limit of 2 %, and one of 99 % that nothing can break. Exploration still has a tail then."""
     figures = {limit: trained(years, limit)[1] for limit in (-0.02, -0.99)}
     mean = {
         limit: {name: np.mean([row[name] for row in rows]) for name in rows[0] if name.startswith("risk/")}
