@@ -1,7 +1,7 @@
 """What does safety cost? One agent for each risk budget, on a long synthetic market with a planted signal.
 
     python examples/frontier.py                                   limits 0.5, 1, 2 and 4 %, and none
-    python examples/frontier.py --device cuda --envs 8192 --steps 400_000_000 --jobs 5
+    python examples/frontier.py --device cuda --envs 8192 --steps 300_000_000 --jobs 5
     python examples/frontier.py --out runs/frontier --redraw      the table and the picture again, without training
 
 Each agent is trained with a limit on the mean loss of the worst 5 % of its episodes (256 hourly bars). All else is the
@@ -12,7 +12,8 @@ does on years that no agent has seen: episodes of the same length, one after ano
 Noise has a tail, too, and pays costs. So it falls over the run to a size at which the tightest limit can be kept, and
 until then the tight budgets are broken, with the price of risk at its cap.
 
-Training needs torch and numpy only. Where Polars is missing, make the market elsewhere and bring it along:
+The market has 1,200 years of hourly bars, 0.8 GB in the folder. Training needs torch and numpy only. Where Polars is
+missing, make the market elsewhere and bring it along:
 
     python examples/frontier.py --market market.npz --prepare     writes the file and stops
 """
