@@ -153,7 +153,6 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
     found = whole_episodes(agent, unseen, plan.device, deterministic=True)
     tail = interval(found, cvar_statistic(ALPHA), np.random.default_rng(0))
     noisy = whole_episodes(agent, unseen, plan.device, deterministic=False)
-    known = whole_episodes(agent, read_market(plan.market, "seen"), plan.device, deterministic=True)
     return {
         "limit": limit,
         "price": agent.metrics["risk/lambda"],
@@ -164,8 +163,6 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
         "unseen cvar high": tail.high,
         "unseen mean": float(found.mean()),
         "unseen growth": float(np.log1p(found).mean() * HOURS_PER_YEAR / EPISODE),
-        "seen cvar": float(cvar_statistic(ALPHA).of_rows(known)),
-        "seen mean": float(known.mean()),
         "unseen cvar exploring": float(cvar_statistic(ALPHA).of_rows(noisy)),
         "unseen mean exploring": float(noisy.mean()),
         "exposure": agent.metrics["data/exposure"],
