@@ -37,5 +37,6 @@ class Shield:
         gross = weights.abs().sum(-1)
         cap = self.cap(equity, start_equity).to(weights.dtype)
         held_back = gross > cap
-        factor = torch.where(held_back, cap / gross.clamp(min=torch.finfo(gross.dtype).tiny), 1.0)
+        # Divided only where it holds back: an exposure of next to nothing has no finite slope there.
+        factor = torch.where(held_back, cap / torch.where(held_back, gross, 1.0), 1.0)
         return weights * factor.unsqueeze(-1), held_back

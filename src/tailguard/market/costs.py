@@ -19,7 +19,18 @@ def impact_cost(traded: Tensor, equity: Tensor, coefficient: Tensor) -> Tensor:
     `traded` is the absolute order as a share of equity, `coefficient` the impact of an order worth the starting
     capital, so an order of `traded · equity` capitals moves its price by `coefficient · √(traded · equity)`.
     """
-    return over_assets(traded * coefficient * (traded * equity).sqrt())
+    return over_assets(traded * coefficient * _root(traded * equity))
+
+
+def _root(values: Tensor) -> Tensor:
+    """√, with gradient 0 at 0: its slope is infinite there, and an order of nothing would make 0·∞ of it.
+
+    x·√x, which an impact is made of, has slope 0 at 0.
+    """
+    if not values.requires_grad:
+        return values.sqrt()
+    positive = values > 0
+    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), 0.0)
 
 
 def funding_cost(value: Tensor, rate: Tensor, market: Market) -> Tensor:

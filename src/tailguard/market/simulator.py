@@ -11,6 +11,10 @@ before fees, and the account is carried to the close of bar t+1:
 All of these are shares of the equity before the step. Where equity falls to the maintenance margin, the account is
 liquidated: at the open before it trades, inside the bar on the way to its worst prices, or at the close, when funding
 and borrow are due.
+
+The step is differentiable in the target weights, the held weights and the equity. It is piecewise smooth: |Δ| has
+slope 0 at 0, and an order beyond the capacity has no slope in the target, only in what limits it. A liquidation is a
+jump; the books of a liquidated account are constants to the gradient.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from tailguard.market.account import Account, liquidate, margin_excess, margin_f
 from tailguard.market.costs import borrow_cost, funding_cost, impact_cost, over_assets
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Market, Rates
+
+NO_LIMIT = 1e12
+"""Capacity, in starting capitals, that no order reaches. An infinite one would have an infinite slope in the equity."""
 
 COST_KINDS = ("fee", "spread", "impact", "funding", "borrow", "liquidation")
 
@@ -82,14 +89,16 @@ def step(
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
-    wanted_size = wanted.abs()
-    traded = torch.minimum(wanted_size, capacity / torch.maximum(equity, rates.tiny))
+    limit = _fill_limit(capacity, equity, rates)
+    # A clamp, not a size with a sign: an order of exactly nothing still has slope 1 in the target.
+    order = torch.clamp(wanted, -limit, limit)
+    traded = order.abs()
     turnover = over_assets(traded)
     fee = rates.fee * turnover
     spread = rates.half_spread * turnover
     impact = impact_cost(traded, equity, coefficient)
     trading_cost = fee + spread + impact
-    filled = Account(opened.equity - trading_cost, opened.positions + traded.copysign(wanted))
+    filled = Account(opened.equity - trading_cost, opened.positions + order)
 
     gain = filled.positions * move
     value = filled.positions + gain
@@ -99,7 +108,6 @@ def step(
     net = pnl - (trading_cost + funding + borrow)
     closed = Account(net + rates.one, value)
 
-    weights = value / closed.equity
     # While this bound holds for all, nobody is liquidated; where it fails, the exact check decides.
     liquidated = margin_floor(filled, turnover, reach, rates) <= rates.slack
     nothing = torch.zeros_like(net)
@@ -114,17 +122,26 @@ def step(
         "liquidation": nothing,
         "shortfall": nothing,
         "turnover": turnover,
-        "unfilled": over_assets(wanted_size) - turnover,
+        "unfilled": over_assets(wanted.abs()) - turnover,
     }
     if may_hold_any(liquidated):
         worst = torch.minimum(filled.positions * low, filled.positions * high)
         liquidated, changes = _forced_closes(booked, rates, opened, filled, closed, worst)
-        weights = weights.masked_fill(liquidated, 0)
         booked |= changes
+        # Emptied before the division: a slope of 1/equity at an equity of 0 would reach the gradient as 0·∞.
+        closed = Account(closed.equity.masked_fill(liquidated, 1), value.masked_fill(liquidated, 0))
+    weights = closed.positions / closed.equity
     transition = Transition(
         **{name: amount.squeeze(1) for name, amount in booked.items()}, liquidated=liquidated.squeeze(1)
     )
     return MarketState(row, torch.addcmul(state.equity, state.equity, transition.net), weights), transition
+
+
+def _fill_limit(capacity: Tensor, equity: Tensor, rates: Rates) -> Tensor:
+    """Largest order as a share of equity, [N, A]."""
+    if equity.requires_grad:
+        capacity = capacity.clamp(max=NO_LIMIT)
+    return capacity / torch.maximum(equity, rates.tiny)
 
 
 def _forced_closes(
@@ -146,14 +163,15 @@ def _forced_closes(
     nothing = torch.zeros_like(booked["net"])
 
     def first_of(opening: Tensor, filling: Tensor, closing: Tensor) -> Tensor:
-        return torch.where(at_open, opening, torch.where(before_close, filling, closing))
+        # Constants to the gradient, see above: where nothing is liquidated, the close divides by next to nothing.
+        return torch.where(at_open, opening, torch.where(before_close, filling, closing)).detach()
 
     forced = liquidate(
         Account(
             first_of(opened.equity, filled.equity, closed.equity),
             first_of(opened.positions, filled.positions, closed.positions),
         ),
-        worst,
+        worst.detach(),
         rates,
     )
     trade = ("fee", "spread", "impact", "turnover", "unfilled")
