@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tailguard._version import __version__
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.pathwise import PathwiseLearner as PathwiseLearner
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
     from tailguard.data.features import compute_features as compute_features
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ConfigError": "tailguard.errors",
     "DistributionalPPO": "tailguard.algorithm.ppo",
     "MarketConfig": "tailguard.market.config",
+    "PathwiseLearner": "tailguard.algorithm.pathwise",
     "RiskConfig": "tailguard.risk.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",

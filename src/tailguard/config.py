@@ -11,17 +11,19 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
-from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
+
+LearnerKind = Literal["ppo", "pathwise"]
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,24 @@ class RunConfig:
     """Costs, margin and size of the account."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """The trading environment."""
+    learner: LearnerKind = "ppo"
+    """What trains the agent: ppo, or pathwise, which learns by gradients through the market."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
-    """The learner and its network."""
+    """Recurrent distributional PPO and its network; read where the learner is ppo."""
+    pathwise: PathwiseConfig = field(default_factory=PathwiseConfig)
+    """Gradients through the market and the network; read where the learner is pathwise."""
     risk: RiskConfig = field(default_factory=RiskConfig)
     """A budget for the tail of the outcomes."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long, where and under which name."""
+
+    def __post_init__(self) -> None:
+        check_choice("learner", self.learner, get_args(LearnerKind))
+
+    @property
+    def chosen(self) -> LearnerConfig:
+        """The settings of the learner that is chosen."""
+        return self.pathwise if self.learner == "pathwise" else self.ppo
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
@@ -168,17 +182,23 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
     lines: list[str] = []
     for item in dataclasses.fields(config):
         if section in (None, item.name):
-            lines += [f"# {field_docs(RunConfig)[item.name]}", f"{item.name}:"]
-            lines += _describe(getattr(config, item.name), 1)
-            lines.append("")
+            value = getattr(config, item.name)
+            lines.append(f"# {field_docs(RunConfig)[item.name]}")
+            if dataclasses.is_dataclass(value):
+                lines += [f"{item.name}:", *_describe(value, 1), ""]
+            else:
+                lines += [f"{item.name}: {value}", ""]
     return "\n".join(lines)
 
 
 def field_docs(kind: type) -> Mapping[str, str]:
-    """The sentence under each field of a dataclass, read from its source."""
+    """The sentence under each field of a dataclass, read from its source; inherited fields have their parent's."""
+    docs: dict[str, str] = {}
+    for parent in kind.__bases__:
+        if dataclasses.is_dataclass(parent):
+            docs |= field_docs(parent)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
-    docs = {}
     for item, after in itertools.pairwise(body):
         if (
             isinstance(item, ast.AnnAssign)

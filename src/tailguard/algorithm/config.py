@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from tailguard.algorithm.estimate import Baseline, DistributionTarget, EstimateConfig
 from tailguard.algorithm.runtime import RuntimeKind
@@ -19,19 +19,23 @@ from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGS
 from tailguard.returns import AdvantageMode
 from tailguard.validate import check_choice, check_count, check_range
 
+OtherConfig = TypeVar("OtherConfig", bound="LearnerConfig")
 AdvantageKind = Literal["gae", "hindsight"]
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """Recurrent distributional PPO. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+class LearnerConfig:
+    """What every learner needs. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+
+    section: ClassVar[str] = "learner"
+    """Name of the learner's section in a run's settings, for messages."""
+    fewest_steps: ClassVar[int] = 1
+    """Lowest n_steps."""
 
     n_steps: int = 64
     """Steps in a rollout and in a training sequence; let the episode length be a multiple of it."""
     minibatch_size: int = 4096
     """Transitions in an optimiser step; with memory they are whole sequences of n_steps."""
-    epochs: int = 4
-    """Passes over a rollout, 1 to 20."""
     microbatches: int = 1
     """Parts in which a minibatch goes through the network; the gradient is that of the whole, memory is saved."""
     optimizer: OptimizerKind = "adam"
@@ -42,9 +46,6 @@ class PPOConfig:
     """Decoupled weight decay of every optimiser but adam, 0 to 0.1."""
     gamma: float = 0.99
     """Discount factor, above 0 to 1."""
-    advantages: AdvantageKind = "gae"
-    """gae, or hindsight: what an action earned more than the policy's mean action would have in the same bars. Far
-    less noisy, but blind to what an action does to later ones; needs a market that does not answer: a TradingEnv."""
     gae_lambda: float = 0.95
     """λ of the advantage estimate, 0 to 1."""
     distribution_lambda: float = 0.95
@@ -55,10 +56,6 @@ class PPOConfig:
     """Value that GAE uses: the scalar head, or the mean of the distribution, which misses crashes rarer than 1/(2N)."""
     twin_mode: TwinMode = "min"
     """Value of two critics for GAE: min is pessimistic, mean is unbiased."""
-    clip_range: float | str = 0.2
-    """ε of the clipped surrogate, a schedule; 0.05 to 0.4."""
-    normalise_advantages: AdvantageMode = "global"
-    """global over the rollout, per_env (equal weight to every environment), or off."""
     value_coef: float = 0.5
     """Weight of the scalar value loss."""
     distribution_coef: float = 0.5
@@ -74,25 +71,8 @@ class PPOConfig:
     gets too mild."""
     entropy_coef: float | str = 0.0
     """Weight of the entropy bonus, a schedule; 0 to 0.05."""
-    entropy_floor: float = 0.0
-    """The entropy weight does not fall below this."""
-    entropy_window: int = 0
-    """Iterations without a trend in the mean episode reward that count as a plateau; 0 does not look for one."""
-    entropy_boost: float = 2.0
-    """Factor on the entropy weight after a plateau, fading over the next window."""
-    target_kl: float | None = None
-    """Stop the epochs when the smoothed exact KL from the rollout's policy passes 1.5 times this; none: no early
-    stop."""
-    kl_limit: float | None = None
-    """Stop the epochs at once when a minibatch's exact KL passes this; none: no limit."""
-    kl_penalty: float = 0.0
-    """First weight of an adaptive KL penalty that aims at target_kl; 0 is off."""
     max_grad_norm: float = 0.5
     """Longest gradient; 0 or less is off."""
-    exploration: float | str = 1.0
-    """Factor on the standard deviation of the actions, a schedule: exponential:1:0.1 ends with a tenth of the noise."""
-    log_ratio_limit: float = 20.0
-    """Log-ratios beyond this are clamped, and counted."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do with a number that is not finite: stop the run and name it, or skip and count. A log-ratio, loss or
     gradient costs its minibatch, a reward or observation its rollout."""
@@ -115,60 +95,57 @@ class PPOConfig:
     """Shape of the network."""
 
     def __post_init__(self) -> None:
-        check_count("ppo.n_steps", self.n_steps)
-        check_count("ppo.minibatch_size", self.minibatch_size, low=2)
-        check_count("ppo.epochs", self.epochs)
-        check_count("ppo.microbatches", self.microbatches)
-        check_choice("ppo.optimizer", self.optimizer, get_args(OptimizerKind))
-        check_range("ppo.gamma", self.gamma, low=0, low_open=True, high=1)
-        check_range("ppo.gae_lambda", self.gae_lambda, low=0, high=1)
-        check_range("ppo.distribution_lambda", self.distribution_lambda, low=0, high=1)
-        check_choice("ppo.distribution_target", self.distribution_target, get_args(DistributionTarget))
-        check_choice("ppo.baseline", self.baseline, get_args(Baseline))
-        check_choice("ppo.advantages", self.advantages, get_args(AdvantageKind))
-        check_choice("ppo.twin_mode", self.twin_mode, get_args(TwinMode))
-        check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
-        check_choice("ppo.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        check_choice("ppo.runtime", self.runtime, get_args(RuntimeKind))
-        check_choice("ppo.value_clip", self.value_clip, get_args(ClipMode))
-        for name in ("value_coef", "distribution_coef", "huber_kappa", "entropy_floor", "kl_penalty", "weight_decay"):
-            check_range(f"ppo.{name}", getattr(self, name), low=0)
-        check_range("ppo.value_clip_limit", self.value_clip_limit, low=0, low_open=True)
-        check_range("ppo.value_clip_sd_ratio", self.value_clip_sd_ratio, low=1)
-        check_range("ppo.max_grad_norm", self.max_grad_norm)
-        check_count("ppo.entropy_window", self.entropy_window, low=0)
-        check_range("ppo.entropy_boost", self.entropy_boost, low=1)
-        check_range("ppo.log_ratio_limit", self.log_ratio_limit, low=0, low_open=True, high=80)
-        check_range("ppo.observation_clip", self.observation_clip, low=0, low_open=True)
-        check_range("ppo.return_decay", self.return_decay, low=0, low_open=True, high=1)
-        _check_schedule("ppo.learning_rate", self.learning_rate)
-        _check_schedule("ppo.clip_range", self.clip_range)
-        _check_schedule("ppo.entropy_coef", self.entropy_coef)
-        _check_schedule("ppo.exploration", self.exploration, zero=False)
-        for name in ("target_kl", "kl_limit"):
-            if getattr(self, name) is not None:
-                check_range(f"ppo.{name}", getattr(self, name), low=0, low_open=True)
-        if self.entropy_window in (1, 2):
+        self._check_ranges()
+        self._check_optimizer()
+        network, section = self.network, self.section
+        if network.critic == "scalar" and self.baseline == "distribution":
             raise ConfigError(
-                f"ppo.entropy_window: {self.entropy_window} iterations show no trend; give 0, or 3 or more"
+                f"{section}.baseline: a scalar critic has no distribution; choose scalar, or another critic"
             )
+        if self.value_clip == "per_quantile" and network.critic == "categorical":
+            raise ConfigError(f"{section}.value_clip: per_quantile needs a quantile critic; choose mean_only")
+
+    def _check_ranges(self) -> None:
+        section = self.section
+        check_count(f"{section}.n_steps", self.n_steps, low=self.fewest_steps)
+        check_count(f"{section}.minibatch_size", self.minibatch_size, low=2)
+        check_count(f"{section}.microbatches", self.microbatches)
+        check_choice(f"{section}.optimizer", self.optimizer, get_args(OptimizerKind))
+        check_range(f"{section}.gamma", self.gamma, low=0, low_open=True, high=1)
+        check_range(f"{section}.gae_lambda", self.gae_lambda, low=0, high=1)
+        check_range(f"{section}.distribution_lambda", self.distribution_lambda, low=0, high=1)
+        check_choice(f"{section}.distribution_target", self.distribution_target, get_args(DistributionTarget))
+        check_choice(f"{section}.baseline", self.baseline, get_args(Baseline))
+        check_choice(f"{section}.twin_mode", self.twin_mode, get_args(TwinMode))
+        check_choice(f"{section}.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        check_choice(f"{section}.runtime", self.runtime, get_args(RuntimeKind))
+        check_choice(f"{section}.value_clip", self.value_clip, get_args(ClipMode))
+        for name in ("value_coef", "distribution_coef", "huber_kappa", "weight_decay"):
+            check_range(f"{section}.{name}", getattr(self, name), low=0)
+        check_range(f"{section}.value_clip_limit", self.value_clip_limit, low=0, low_open=True)
+        check_range(f"{section}.value_clip_sd_ratio", self.value_clip_sd_ratio, low=1)
+        check_range(f"{section}.max_grad_norm", self.max_grad_norm)
+        check_range(f"{section}.observation_clip", self.observation_clip, low=0, low_open=True)
+        check_range(f"{section}.return_decay", self.return_decay, low=0, low_open=True, high=1)
+        _check_schedule(f"{section}.learning_rate", self.learning_rate)
+        _check_schedule(f"{section}.entropy_coef", self.entropy_coef)
+
+    def _check_optimizer(self) -> None:
+        section = self.section
         if self.weight_decay > 0 and self.optimizer == "adam":
-            raise ConfigError("ppo.weight_decay: adam has none that is decoupled; set ppo.optimizer to adamw")
+            raise ConfigError(
+                f"{section}.weight_decay: adam has none that is decoupled; set {section}.optimizer to adamw"
+            )
         if self.upgd != UPGDConfig() and self.optimizer not in UTILITY_KINDS:
             raise ConfigError(
-                f"ppo.upgd: {self.optimizer} has no gates; set ppo.optimizer to one of {', '.join(UTILITY_KINDS)}"
+                f"{section}.upgd: {self.optimizer} has no gates; set {section}.optimizer to one of "
+                f"{', '.join(UTILITY_KINDS)}"
             )
         if self.vgs.enabled and self.vgs.moments == "optimizer" and self.optimizer == "upgd":
-            raise ConfigError("ppo.vgs.moments: upgd keeps no moments of the gradient; choose own")
-        if self.kl_penalty > 0 and self.target_kl is None:
-            raise ConfigError("ppo.kl_penalty: an adaptive penalty needs a target; set ppo.target_kl, 0.01 for example")
-        if self.network.critic == "scalar" and self.baseline == "distribution":
-            raise ConfigError("ppo.baseline: a scalar critic has no distribution; choose scalar, or another critic")
-        if self.value_clip == "per_quantile" and self.network.critic == "categorical":
-            raise ConfigError("ppo.value_clip: per_quantile needs a quantile critic; choose mean_only")
+            raise ConfigError(f"{section}.vgs.moments: upgd keeps no moments of the gradient; choose own")
 
     @classmethod
-    def from_dict(cls, settings: Mapping[str, Any]) -> PPOConfig:
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
         parts = dict(settings)
         network: dict[str, Any] = {
@@ -177,6 +154,11 @@ class PPOConfig:
         parts["network"] = NetworkConfig(**network)
         parts["upgd"], parts["vgs"] = UPGDConfig(**parts["upgd"]), VGSConfig(**parts["vgs"])
         return cls(**parts)
+
+    def as_kind(self, kind: type[OtherConfig]) -> OtherConfig:
+        """Another learner's default settings, with this one's network and scaling of observations."""
+        kept = ("network", "normalise_observations", "observation_clip", "gamma", "on_nonfinite", "runtime", "monitor")
+        return kind(**{name: getattr(self, name) for name in kept})
 
     @property
     def estimates(self) -> EstimateConfig:
@@ -195,6 +177,80 @@ class PPOConfig:
         return ValueClip(self.value_clip, self.value_clip_limit, self.value_clip_sd_ratio)
 
     @property
+    def uses_entropy(self) -> bool:
+        """Whether the entropy takes part in the loss at any time; if not, it is not computed there."""
+        decay = Schedule.parse(self.entropy_coef)
+        return decay.start != 0 or decay.end != 0
+
+    def with_options(self, options: Mapping[str, Any]) -> Self:
+        """This config with fields of the learner or of its network replaced; an unknown name is an error."""
+        own = {item.name for item in fields(self)} - {"network"}
+        net = {item.name for item in fields(NetworkConfig)}
+        for name in options:
+            if name not in own | net:
+                near = difflib.get_close_matches(name, own | net, n=1)
+                hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(own | net))}."
+                raise ConfigError(f"{name}: no such setting. {hint}")
+        network = replace(self.network, **{name: value for name, value in options.items() if name in net})
+        return replace(self, network=network, **{name: value for name, value in options.items() if name in own})
+
+
+@dataclass(frozen=True)
+class PPOConfig(LearnerConfig):
+    """Recurrent distributional PPO. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+
+    section: ClassVar[str] = "ppo"
+
+    epochs: int = 4
+    """Passes over a rollout, 1 to 20."""
+    advantages: AdvantageKind = "gae"
+    """gae, or hindsight: what an action earned more than the policy's mean action would have in the same bars. Far
+    less noisy, but blind to what an action does to later ones; needs a market that does not answer: a TradingEnv."""
+    clip_range: float | str = 0.2
+    """ε of the clipped surrogate, a schedule; 0.05 to 0.4."""
+    normalise_advantages: AdvantageMode = "global"
+    """global over the rollout, per_env (equal weight to every environment), or off."""
+    entropy_floor: float = 0.0
+    """The entropy weight does not fall below this."""
+    entropy_window: int = 0
+    """Iterations without a trend in the mean episode reward that count as a plateau; 0 does not look for one."""
+    entropy_boost: float = 2.0
+    """Factor on the entropy weight after a plateau, fading over the next window."""
+    target_kl: float | None = None
+    """Stop the epochs when the smoothed exact KL from the rollout's policy passes 1.5 times this; none: no early
+    stop."""
+    kl_limit: float | None = None
+    """Stop the epochs at once when a minibatch's exact KL passes this; none: no limit."""
+    kl_penalty: float = 0.0
+    """First weight of an adaptive KL penalty that aims at target_kl; 0 is off."""
+    exploration: float | str = 1.0
+    """Factor on the standard deviation of the actions, a schedule: exponential:1:0.1 ends with a tenth of the noise."""
+    log_ratio_limit: float = 20.0
+    """Log-ratios beyond this are clamped, and counted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("ppo.epochs", self.epochs)
+        check_choice("ppo.advantages", self.advantages, get_args(AdvantageKind))
+        check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
+        check_range("ppo.entropy_floor", self.entropy_floor, low=0)
+        check_range("ppo.kl_penalty", self.kl_penalty, low=0)
+        check_count("ppo.entropy_window", self.entropy_window, low=0)
+        check_range("ppo.entropy_boost", self.entropy_boost, low=1)
+        check_range("ppo.log_ratio_limit", self.log_ratio_limit, low=0, low_open=True, high=80)
+        _check_schedule("ppo.clip_range", self.clip_range)
+        _check_schedule("ppo.exploration", self.exploration, zero=False)
+        for name in ("target_kl", "kl_limit"):
+            if getattr(self, name) is not None:
+                check_range(f"ppo.{name}", getattr(self, name), low=0, low_open=True)
+        if self.entropy_window in (1, 2):
+            raise ConfigError(
+                f"ppo.entropy_window: {self.entropy_window} iterations show no trend; give 0, or 3 or more"
+            )
+        if self.kl_penalty > 0 and self.target_kl is None:
+            raise ConfigError("ppo.kl_penalty: an adaptive penalty needs a target; set ppo.target_kl, 0.01 for example")
+
+    @property
     def entropy_schedule(self) -> EntropySchedule:
         decay = Schedule.parse(self.entropy_coef)
         return EntropySchedule(decay, self.entropy_floor, self.entropy_window, self.entropy_boost)
@@ -208,21 +264,38 @@ class PPOConfig:
 
     @property
     def uses_entropy(self) -> bool:
-        """Whether the entropy takes part in the loss at any time; if not, it is not computed there."""
-        decay = Schedule.parse(self.entropy_coef)
-        return decay.start != 0 or decay.end != 0 or self.entropy_floor > 0
+        return super().uses_entropy or self.entropy_floor > 0
 
-    def with_options(self, options: Mapping[str, Any]) -> PPOConfig:
-        """This config with fields of the learner or of its network replaced; an unknown name is an error."""
-        own = {item.name for item in fields(PPOConfig)} - {"network"}
-        net = {item.name for item in fields(NetworkConfig)}
-        for name in options:
-            if name not in own | net:
-                near = difflib.get_close_matches(name, own | net, n=1)
-                hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(own | net))}."
-                raise ConfigError(f"{name}: no such setting. {hint}")
-        network = replace(self.network, **{name: value for name, value in options.items() if name in net})
-        return replace(self, network=network, **{name: value for name, value in options.items() if name in own})
+
+@dataclass(frozen=True)
+class PathwiseConfig(LearnerConfig):
+    """Gradients through the market. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+
+    section: ClassVar[str] = "pathwise"
+    fewest_steps: ClassVar[int] = 0
+
+    n_steps: int = 16
+    """Bars in a window that the gradient goes back through, 8 to 64; 0: whole episodes."""
+    learning_rate: float | str = 1e-2
+    """Step size of the policy, a schedule; 1e-3 to 2e-2."""
+    critic_learning_rate: float | str = 1e-3
+    """Step size of the critics, a schedule; 1e-4 to 1e-2."""
+    critic_epochs: int = 1
+    """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing."""
+    max_grad_norm: float = 1.0
+    """Longest gradient; 0 or less is off."""
+    stochastic: bool = False
+    """Whether the policy acts with its noise while it learns; the gradient then goes through the noise too
+    (reparameterisation), to the standard deviation as well."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_schedule("pathwise.critic_learning_rate", self.critic_learning_rate)
+        check_count("pathwise.critic_epochs", self.critic_epochs, low=0)
+        if self.uses_entropy and not self.stochastic:
+            raise ConfigError(
+                "pathwise.entropy_coef: a deterministic policy has no entropy; set pathwise.stochastic to true"
+            )
 
 
 def _check_schedule(name: str, given: float | str, *, zero: bool = True) -> None:

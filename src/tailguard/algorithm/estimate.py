@@ -42,6 +42,8 @@ class CriticView:
     """Value used for GAE, [T, N]."""
     next_baseline: Tensor
     """The same of the true successors, [T, N]."""
+    final_baseline: Tensor
+    """The same of the rollout's `final_obs`, [K, N], with its gradient where that was asked for."""
     quantiles: Tensor | None
     """Midpoint quantiles of the return, [T, N, Q]."""
     next_quantiles: Tensor | None
@@ -68,26 +70,39 @@ class Estimates:
 
 @torch.no_grad()
 def look(
-    agent: ActorCritic, rollout: Rollout, scale: RunningMoments, config: EstimateConfig
+    agent: ActorCritic,
+    rollout: Rollout,
+    scale: RunningMoments,
+    config: EstimateConfig,
+    final_obs: Tensor | None = None,
 ) -> tuple[tuple[CriticView, ...], AgentState]:
-    """Let every critic read the rollout; returns what they said and the trunks' states after the last row."""
+    """Let every critic read the rollout; returns what they said and the trunks' states after the last row.
+
+    `final_obs`: the scaled successors, [K, N, O], to be given where their values need a gradient.
+    """
     rows = list(rollout.final_rows)
+    final_obs = rollout.scale(rollout.final_obs) if final_obs is None else final_obs
     outputs, successors, after = agent.evaluate(
-        rollout.scaled_obs, rollout.scale(rollout.final_obs), rows, rollout.start_state, rollout.episode_start
+        rollout.scaled_obs, final_obs, rows, rollout.start_state, rollout.episode_start
     )
     views = []
     for critic, output, following in zip(agent.each_critic(), outputs, successors, strict=True):
         value, baseline, quantiles = _read(critic, output, scale, config)
-        _, next_baseline, next_quantiles = _read(critic, following, scale, config)
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            _, final_baseline, final_quantiles = _read(critic, following, scale, config)
+        next_quantiles = None
+        if quantiles is not None and final_quantiles is not None:
+            next_quantiles = _next(quantiles, final_quantiles.detach(), rows)
         views.append(
             CriticView(
                 output,
                 value,
                 baseline,
-                _next(baseline, next_baseline, rows),
+                _next(baseline, final_baseline.detach(), rows),
+                final_baseline,
                 quantiles,
-                None if quantiles is None or next_quantiles is None else _next(quantiles, next_quantiles, rows),
-                following.features[-1],
+                next_quantiles,
+                following.features[-1].detach(),
             )
         )
     return tuple(views), after

@@ -13,14 +13,14 @@ from tailguard.algorithm.update import MinibatchLoss
 from tailguard.errors import TailguardError
 
 if TYPE_CHECKING:
-    from tailguard.algorithm.ppo import DistributionalPPO
+    from tailguard.algorithm.learner import Learner
 
 
 class NonFiniteError(TailguardError):
     """Training met a NaN or an infinity; the message names the tensor, the step and the environment."""
 
 
-def check_finite(found: MinibatchLoss, index: Tensor, learner: DistributionalPPO) -> bool:
+def check_finite(found: MinibatchLoss, index: Tensor, learner: Learner) -> bool:
     """Whether this microbatch may be used. `index` holds its sequences' numbers in the batch."""
     if bool(found.finite & found.total.isfinite()):
         return True
@@ -37,7 +37,7 @@ def check_finite(found: MinibatchLoss, index: Tensor, learner: DistributionalPPO
     return _stop_or_skip(f"loss ({', '.join(bad) or 'log-ratio'})", place, learner)
 
 
-def check_gradient(norm: Tensor, learner: DistributionalPPO) -> bool:
+def check_gradient(norm: Tensor, learner: Learner) -> bool:
     """Whether this gradient may be applied."""
     if bool(norm.isfinite()):
         return True
@@ -49,7 +49,7 @@ def check_gradient(norm: Tensor, learner: DistributionalPPO) -> bool:
     return _stop_or_skip(f"gradient of {', '.join(bad[:3]) or 'the network as a whole'}", "", learner)
 
 
-def check_rollout(rollout: Rollout, learner: DistributionalPPO) -> bool:
+def check_rollout(rollout: Rollout, learner: Learner) -> bool:
     """Whether this rollout may be used: one reward or observation that is not finite spoils all estimates before it."""
     for name, rows, values in _inputs(rollout):
         # One number for the whole tensor: a sum is finite only if every part of it is.
@@ -75,12 +75,12 @@ def finite_inputs(rollout: Rollout) -> Tensor:
     return torch.stack([values.isfinite().all() for _, _, values in _inputs(rollout)]).all()
 
 
-def not_finite_in_graph(learner: DistributionalPPO) -> NonFiniteError:
+def not_finite_in_graph(learner: Learner) -> NonFiniteError:
     """What to raise after an iteration that was recorded, where minibatches are not looked at one by one."""
     return NonFiniteError(
         f"step {learner.num_timesteps:,}: a loss or gradient of the last iteration is not finite, and the weights are "
-        "spoilt. Go on from the last checkpoint with ppo.runtime=eager to see which one it is, lower the learning rate "
-        "or max_grad_norm, or set on_nonfinite to skip to leave such minibatches out."
+        f"spoilt. Go on from the last checkpoint with {learner.kind}.runtime=eager to see which one it is, lower the "
+        "learning rate or max_grad_norm, or set on_nonfinite to skip to leave such minibatches out."
     )
 
 
@@ -96,7 +96,7 @@ def _inputs(rollout: Rollout) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     yield "final observation", rows, rollout.final_obs.masked_fill(unused, 0.0)
 
 
-def _stop_or_skip(what: str, place: str, learner: DistributionalPPO) -> bool:
+def _stop_or_skip(what: str, place: str, learner: Learner) -> bool:
     if learner.config.on_nonfinite == "skip":
         return False
     raise NonFiniteError(

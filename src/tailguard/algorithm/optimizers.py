@@ -13,16 +13,19 @@ from tailguard.optim import UPGD, UPGDW, AdaptiveUPGD, VarianceGradientScaler
 from tailguard.optim.utility import UtilityOptimizer
 
 if TYPE_CHECKING:
-    from tailguard.algorithm.config import PPOConfig
+    from tailguard.algorithm.config import LearnerConfig
 
 ADAM_EPS = 1e-5
 """Baselines' value for PPO: gradients are small, and torch's 1e-8 would let their noise take whole steps."""
 
 
 def make_optimizer(
-    parameters: list[nn.Parameter], config: PPOConfig, learning_rate: Tensor, seed: int
+    parameters: list[nn.Parameter] | list[dict[str, Any]], config: LearnerConfig, learning_rate: Tensor, seed: int
 ) -> torch.optim.Optimizer:
-    """The optimiser that the config names; it holds the `learning_rate` tensor itself."""
+    """The optimiser that the config names; it holds the `learning_rate` tensor itself.
+
+    `parameters`: all of them, or groups, each with an `lr` of its own where it differs.
+    """
     if config.optimizer in ("adam", "adamw"):
         kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
         return kind(
@@ -47,7 +50,7 @@ def make_optimizer(
     return adaptive(parameters, learning_rate, eps=ADAM_EPS, **shared)
 
 
-def make_scaler(optimizer: torch.optim.Optimizer, config: PPOConfig) -> VarianceGradientScaler | None:
+def make_scaler(optimizer: torch.optim.Optimizer, config: LearnerConfig) -> VarianceGradientScaler | None:
     """The scaler, if the config asks for one.
 
     It always acts on the learning rate. A factor on the gradient would cancel out in Adam, and for every optimiser in

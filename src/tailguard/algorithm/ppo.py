@@ -3,74 +3,32 @@
 from __future__ import annotations
 
 import math
-import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
 from tailguard.algorithm.config import PPOConfig
-from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
+from tailguard.algorithm.estimate import estimate, first_returns, look
 from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
-from tailguard.algorithm.nonfinite import (
-    check_rollout,
-    finite_inputs,
-    not_finite_in_graph,
-)
-from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
-from tailguard.algorithm.risk import RiskBudget
-from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_and_step, collect
-from tailguard.algorithm.runtime import Runtime
-from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
+from tailguard.algorithm.learner import Learner, Prepared
+from tailguard.algorithm.nonfinite import check_rollout
+from tailguard.algorithm.rollout import Carry, Rollout, act_and_step, collect
+from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
-from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
-from tailguard.algorithm.tally import Figures
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
-from tailguard.algorithm.updates import Updates
-from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.algorithm.updates import PolicyUpdates
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.errors import ConfigError
-from tailguard.memory import keep_freed_memory
 from tailguard.models.actions import GaussianHead
-from tailguard.models.agent import ActorCritic
-from tailguard.models.precision import is_narrow, tensor_cores
-from tailguard.monitor.episodes import EpisodeTracker
-from tailguard.monitor.health import Alarm, HealthMonitor
-from tailguard.monitor.metrics import Snapshot, iteration_figures
-from tailguard.monitor.progress import Progress
-from tailguard.returns import RunningMoments, normalise_advantages
+from tailguard.returns import normalise_advantages
 from tailguard.risk.config import RiskConfig
-from tailguard.validate import check_count
-
-if TYPE_CHECKING:
-    from tailguard.envs.protocol import VectorEnv
-    from tailguard.envs.spec import TradingSpec
-
-SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
-"""Keys of what the learner itself reads among the figures."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A rollout made ready for the updates."""
-
-    estimates: Estimates
-    batch: Batch | None
-    """None if the rollout must not be used."""
-    figures: dict[str, Tensor]
-
-    def snapshot(self, agent: ActorCritic, rollout: Rollout, carry: Carry) -> Snapshot:
-        """The iteration as the figures see it."""
-        return Snapshot(agent, rollout, self.estimates, carry.state)
-
-
-class DistributionalPPO:
+class DistributionalPPO(Learner):
     """PPO with an LSTM policy, a scalar value and a learned distribution of the return.
 
     `env`: a `tailguard.TradingEnv`, any Gymnasium environment, vector environment or id.
@@ -82,6 +40,9 @@ class DistributionalPPO:
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
     `extensions`: further terms of the loss.
     """
+
+    kind: ClassVar[str] = "ppo"
+    config: PPOConfig
 
     def __init__(
         self,
@@ -95,141 +56,18 @@ class DistributionalPPO:
         extensions: Sequence[LossTerm] = (),
         **options: Any,
     ) -> None:
-        self.config = (config or PPOConfig()).with_options(options)
-        self.env: VectorEnv = as_vector_env(env, num_envs, device)
-        self.inputs = policy_inputs(self.env)
-        self.device = self.env.device
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self.seed = seed
+        chosen = (config or PPOConfig()).with_options(options)
+        super().__init__(env, chosen, seed=seed, device=device, num_envs=num_envs, risk=risk)
         self.extensions = tuple(extensions)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
-        self.prediction_generator = torch.Generator(self.device).manual_seed(seed)
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
-        exploration = Schedule.parse(self.config.exploration)
-        if not isinstance(network.action_head, GaussianHead) and (exploration.start, exploration.end) != (1, 1):
+        exploration = Schedule.parse(chosen.exploration)
+        if not isinstance(self.agent.action_head, GaussianHead) and (exploration.start, exploration.end) != (1, 1):
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
-        self.agent = network.to(self.device)
-        self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
-        self.return_moments = RunningMoments((), decay=self.config.return_decay, device=self.device)
-        self.hyper = Hyper(*(torch.zeros((), device=self.device) for _ in range(4)))
-        self.hyper.learning_rate.fill_(Schedule.parse(self.config.learning_rate)(0.0))
-        self.optimizer = make_optimizer(list(self.agent.parameters()), self.config, self.hyper.learning_rate, seed)
-        self.scaler = make_scaler(self.optimizer, self.config)
-        self.risk: RiskBudget | None = None
-        if risk is not None and risk.enabled:
-            self.risk = RiskBudget(risk, self.config, self.env, self.agent, seed)
+        self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
+        self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
         """The batch with what the extensions added, in the place where recorded minibatches find it."""
-        self.episodes = EpisodeTracker(self.env.num_envs, self.device)
-        self.health = HealthMonitor()
-        self.alarms: list[Alarm] = []
-        """What has gone wrong in this process, each kind once."""
-        self.snapshot: Snapshot | None = None
-        """What the last iteration's figures were made of, for callbacks that show more."""
-        self.state = LearnerState(kl_coef=self.config.kl_penalty)
-        self.runtime = Runtime(self.config.runtime, self.env, self.device, self.config.on_nonfinite)
-        if self.runtime.refusal is not None:
-            warnings.warn(self.runtime.refusal, stacklevel=2)
-        self.runtime.generators = self._generators()
-        self.updates = Updates(self)
-        self.metrics: dict[str, float] = {}
-        """Figures of the last iteration, under SB3's names where it has them."""
+        self.updates = PolicyUpdates(self)
         self.set_hyper()
-
-    @property
-    def spec(self) -> TradingSpec | None:
-        """What the agent must find again on new bars; None if it was not trained on bars."""
-        return self.inputs.spec
-
-    @property
-    def num_timesteps(self) -> int:
-        """Environment steps taken so far."""
-        return self.state.num_timesteps
-
-    def _generators(self) -> list[torch.Generator]:
-        """Every random stream that an iteration draws from."""
-        found = [self.generator, *getattr(self.optimizer, "generators", {}).values()]
-        found += [] if self.risk is None else [self.risk.generator]
-        return [*found, self.env.generator] if isinstance(self.env, FunctionalEnv) else found
-
-    def parts(self) -> dict[str, Stateful]:
-        """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
-        parts: dict[str, Stateful] = {
-            "agent": self.agent,
-            "optimizer": OptimizerState(self.agent, self.optimizer),
-            "observations": self.observation_moments,
-            "returns": self.return_moments,
-            "episodes": self.episodes,
-            "health": self.health,
-            "learner": self.state,
-            "generator": GeneratorState(self.generator),
-            "prediction_generator": GeneratorState(self.prediction_generator),
-        }
-        if self.scaler is not None:
-            parts["vgs"] = self.scaler
-        if self.risk is not None:
-            parts |= {"risk": self.risk, **self.risk.episode_parts()}
-        return parts
-
-    # --- learning -----------------------------------------------------------------------------------------------
-
-    def learn(
-        self,
-        total_timesteps: int,
-        callback: CallbackLike = None,
-        log_interval: int = 1,
-        *,
-        reset_num_timesteps: bool = True,
-        progress_bar: bool = False,
-    ) -> Self:
-        """Train for at least `total_timesteps` environment steps, in whole rollouts.
-
-        `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
-            function of `(locals, globals)`, or a list of them; a false return value ends the training.
-        `log_interval`: rollouts between two updates of the progress bar.
-        `reset_num_timesteps`: count steps from 0, and with them read the schedules; if not, both go on, as in SB3.
-            Episodes under way go on in any case.
-        """
-        check_count("total_timesteps", total_timesteps)
-        check_count("log_interval", log_interval)
-        if reset_num_timesteps:
-            self.state.num_timesteps = 0
-        begun = self.state.num_timesteps
-        goal = begun + total_timesteps
-        listener = make_callback(callback)
-        listener.init_callback(self)
-        listener.on_training_start(locals(), globals())
-        clock = time.perf_counter()
-        with Progress(total_timesteps, shown=progress_bar) as bar:
-            while self.state.num_timesteps < goal:
-                self.state.progress = self.state.num_timesteps / goal
-                listener.on_rollout_start()
-                said = len(self.alarms)
-                self.metrics = self.iterate()
-                elapsed = time.perf_counter() - clock
-                self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
-                self.metrics["time/total_timesteps"] = self.state.num_timesteps
-                listener.on_rollout_end()
-                if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
-                    bar.show(self.state.num_timesteps - begun, self.metrics)
-                goes_on = listener.on_step()
-                # Evaluations run in callbacks, and their figures join the iteration's only then.
-                self.alarms += self.health.evaluated(self.metrics, self.state.num_timesteps)
-                for alarm in self.alarms[said:]:
-                    bar.say(str(alarm))
-                if not goes_on:
-                    break
-        listener.on_training_end()
-        return self
-
-    def iterate(self) -> dict[str, float]:
-        """One rollout and the updates on it; returns the iteration's figures."""
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
-            return self._iterate()
 
     def _iterate(self) -> dict[str, float]:
         state, runtime = self.state, self.runtime
@@ -245,30 +83,16 @@ class DistributionalPPO:
             self.updates.run(batch, rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
         report = self._read(rollout, figures)
-        state.skipped += not usable
-        state.num_timesteps += self.config.n_steps * self.env.num_envs
-        state.iteration += 1
-        runtime.iterations += 1
+        self._take_steps(usable)
         self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
         return self._report(report)
 
-    # --- one iteration, step by step ----------------------------------------------------------------------------
+    # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def _begin(self) -> Carry:
-        """Fresh episodes and empty memories."""
         if self.config.advantages == "hindsight":  # not earlier: an agent that only acts may do so anywhere
             check_hindsight(self.env)
-        # An agent that goes on after it was loaded must not live through its first episodes again.
-        obs = self.env.reset(self.seed + self.state.iteration)
-        if self.config.normalise_observations and self.observation_moments.count == 0:
-            self.observation_moments.update(obs, obs.isfinite().all(-1))
-        start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
-        return Carry(obs, start, self.agent.initial_state(self.env.num_envs))
-
-    def _observation_scale(self) -> ObservationScale:
-        moments = self.observation_moments
-        clip = self.config.observation_clip if self.config.normalise_observations else math.inf
-        return ObservationScale(moments.mean.float(), moments.std.float(), clip)
+        return super()._begin()
 
     def set_hyper(self) -> Hyper:
         """Today's hyper-parameters, in the tensors that the optimiser, the policy and recorded graphs hold."""
@@ -281,6 +105,7 @@ class DistributionalPPO:
         hyper.kl_coef.fill_(self.state.kl_coef)
         return hyper
 
+    @torch.no_grad()
     def _collect(self) -> Rollout:
         """Act for one rollout; episodes and memories go on from where they stand."""
         carry, env = self.state.carry, self.env
@@ -344,106 +169,13 @@ class DistributionalPPO:
             batch = self.extended
         return batch if self.agent.remembers else batch.rows_as_sequences()
 
-    @torch.no_grad()
-    def _finish(self, rollout: Rollout, prepared: Prepared, usable: bool) -> Figures:
-        """What remains to be done and to be said after the updates; nothing is read from the device yet."""
-        carry, config = self.state.carry, self.config
-        assert carry is not None
-        figures = dict(prepared.figures)
-        if usable:
-            figures |= self.updates.figures()
-            if config.normalise_observations:
-                change = self.observation_moments.update(rollout.obs, rollout.valid)
-                figures["data/observation_drift"] = change.mean_shift.max()
-        self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
-        episodes = self.episodes.figures()
-        figures["rollout/ep_rew_mean"] = episodes["return"]
-        figures["rollout/ep_len_mean"] = episodes["length"]
-        if "pnl" in rollout.outcome:
-            figures["rollout/ep_pnl_mean"] = episodes["pnl"]
-        figures |= iteration_figures(prepared.snapshot(self.agent, rollout, carry), detailed=config.monitor)
-        drift = support_drift(self.agent)
-        if drift is not None:
-            figures[SUPPORT_DRIFT] = drift
-        if not self.runtime.looks:
-            figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.updates.all_finite
-        return Figures.of(figures)
-
-    def _read(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
-        """The iteration's figures as numbers: the one place where the device is read for them."""
-        report = figures.read()
-        if not report.pop(ROLLOUT_FINITE, 1.0):
-            check_rollout(rollout, self)
-        if not report.pop(UPDATES_FINITE, 1.0):
-            raise not_finite_in_graph(self)
-        return report
-
     def _report(self, report: dict[str, float]) -> dict[str, float]:
-        """Draw the conclusions that must wait for numbers, and add what is known without the device."""
         state, config = self.state, self.config
-        if SUPPORT_DRIFT in report:
-            drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
-            report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
         if "train/final_kl" in report and config.target_kl is not None and report["train/n_updates"] > 0:
             state.kl_coef = AdaptiveKL(config.target_kl).update(state.kl_coef, report["train/final_kl"])
-        state.degenerate += int(report.get("train/constant_advantages", 0))
-        if config.monitor:
-            self.alarms += self.health.check(report, state.num_timesteps)
-            report |= self.health.figures()
-        report["warn/skipped_nonfinite"] = state.skipped
-        report["warn/constant_advantages"] = state.degenerate
-        report["time/iterations"] = state.iteration
+        report = super()._report(report)
         state.entropy = config.entropy_schedule.update(state.entropy, report["rollout/ep_rew_mean"])
         return report
-
-    # --- acting -------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def predict(
-        self,
-        observation: Any,
-        state: tuple[np.ndarray, ...] | None = None,
-        episode_start: np.ndarray | None = None,
-        deterministic: bool = False,
-    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """The policy's action, and the memory to give back with the next observation; as in Stable-Baselines3.
-
-        `observation`: one observation or a batch, in the environment's own form. `state`: what the last call returned,
-        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not touched.
-        """
-        rows, single = self.inputs.encode(observation)
-        obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
-        count = obs.shape[0]
-        memory = self.agent.initial_state(count)[0]
-        if state is not None:
-            memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
-        start = torch.zeros(count, dtype=torch.bool, device=self.device)
-        if episode_start is not None:
-            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
-        parameters, memory = self.agent.act(obs, memory, start)
-        head = self.agent.action_head
-        raw = head.mode(parameters) if deterministic else head.sample(parameters, self.prediction_generator)
-        action = self.inputs.decode(head.to_env(raw))
-        after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
-        return (action[0] if single else action), after
-
-    def get_env(self) -> VectorEnv:
-        """The environment the agent trains on."""
-        return self.env
-
-    def get_vec_normalize_env(self) -> None:
-        """None: the statistics are the agent's own. SB3's callbacks ask."""
-
-    @property
-    def logger(self) -> CallbackLogger:
-        """For SB3's callbacks: what they record joins `metrics`."""
-        return CallbackLogger(self.metrics)
-
-    def save(self, path: str | Path) -> None:
-        """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""
-        from tailguard.algorithm.saving import save_agent
-
-        save_agent(self, Path(path))
 
     @classmethod
     def load(
@@ -459,4 +191,4 @@ class DistributionalPPO:
         """
         from tailguard.algorithm.saving import load_agent
 
-        return load_agent(Path(path), env, device, extensions)
+        return load_agent(Path(path), env, device, cls, extensions=extensions)

@@ -22,7 +22,7 @@ from tailguard.risk.constraint import CVaRConstraint
 from tailguard.risk.cost_critic import CostCritic
 
 if TYPE_CHECKING:
-    from tailguard.algorithm.config import PPOConfig
+    from tailguard.algorithm.config import LearnerConfig
     from tailguard.envs.protocol import VectorEnv
     from tailguard.models.agent import ActorCritic
 
@@ -58,7 +58,7 @@ class RunningLosses:
             age = age + 1
         after = torch.stack(rows)
         before = torch.cat((self.last.unsqueeze(0), after[:-1])).masked_fill(episode_start, 0.0)
-        self.last.copy_(worst)
+        self.last.copy_(worst.detach())
         self.age.copy_(age)
         return before, after, torch.stack(ages)
 
@@ -79,7 +79,7 @@ class RiskBudget:
     reward critic's features. The policy feels the budget through its advantages alone.
     """
 
-    def __init__(self, config: RiskConfig, ppo: PPOConfig, env: VectorEnv, agent: ActorCritic, seed: int) -> None:
+    def __init__(self, config: RiskConfig, ppo: LearnerConfig, env: VectorEnv, agent: ActorCritic, seed: int) -> None:
         self.config, self.ppo = config, ppo
         self.device, self.num_envs = env.device, env.num_envs
         self.horizon = int(getattr(env, "episode_length", 1))
@@ -113,7 +113,6 @@ class RiskBudget:
         parts: dict[str, Stateful] = {"running_losses": self.running}
         return parts if self.predictions is None else parts | {"predictions": self.predictions}
 
-    @torch.no_grad()
     def costs(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N]; then, where the
         rollout can be seen in hindsight, what each action cost more than the mean action would have, [T, N].
@@ -123,6 +122,9 @@ class RiskBudget:
         episode goes as rows usually do. Over an episode the parts add up to the same but for a constant, so that the
         best policy is the same (potential-based shaping, Ng, Harada & Russell 1999); but each row is told at once, and
         every row is told, not only those of episodes that end in the tail.
+
+        The costs are differentiable in the outcomes. Summed over a window they are the expected cost at its end less
+        that at its start; over whole episodes, (L − ν)₊/α itself, whose gradient is that of the tail.
         """
         needed = NEEDED[self.config.measure]
         if needed not in rollout.outcome:
@@ -174,7 +176,8 @@ class RiskBudget:
 
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages [T, N] of reward minus priced cost, in raw units, and the figures of the budget."""
-        costs, in_hindsight = self.costs(rollout)
+        with torch.no_grad():
+            costs, in_hindsight = self.costs(rollout)
         view = estimates.views[0]
         features, obs = view.output.features, rollout.scaled_obs
         with torch.no_grad():
@@ -195,13 +198,19 @@ class RiskBudget:
             minibatch=self.ppo.minibatch_size,
             generator=self.generator,
         )
-        figures = self.constraint.figures() | {"risk/cost_critic_loss": loss, "risk/cvar_predicted": -self.predicted}
-        if self.predictions is not None:
-            self.predictions.follow(rollout, estimates)
-            figures |= self.predictions.figures(self.config.alpha)
+        figures = self.figures(rollout, estimates)
+        figures |= {"risk/cost_critic_loss": loss, "risk/cvar_predicted": -self.predicted}
         if in_hindsight is not None:
             cost_advantages = in_hindsight
         return self.constraint.combine(estimates.advantages, cost_advantages), figures
+
+    def figures(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
+        """`risk/*` after the rollout's outcomes were taken in, and how well the return's distribution foresaw them."""
+        figures = self.constraint.figures()
+        if self.predictions is not None:
+            self.predictions.follow(rollout, estimates)
+            figures |= self.predictions.figures(self.config.alpha)
+        return figures
 
     def _predict(self, values: Tensor, starts: Tensor) -> None:
         """ν plus the expected cost of episodes that begin now; as it was, where none does."""

@@ -118,7 +118,6 @@ def act_and_step(
     return acted, memory, env_state, step
 
 
-@torch.no_grad()
 def collect(
     agent: ActorCritic,
     env: VectorEnv,
@@ -128,11 +127,15 @@ def collect(
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     track: Track | None = None,
+    noise: Tensor | None = None,
 ) -> tuple[Rollout, Carry]:
-    """Act for `n_steps` steps. The carry's critic states are not advanced here: `estimate` does that.
+    """Act for `n_steps` steps. The carry's critic states are not advanced here: `look` does that.
+
+    Whether gradients go back through the steps is the caller's choice: `torch.no_grad()`, or not.
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
     `track`: filled with the states of such an environment.
+    `noise`: of the actions, [T, N, R]; none: drawn from the generator.
     """
     head = agent.action_head
     obs, start, memory = carry.obs, carry.episode_start, carry.state[0]
@@ -144,7 +147,7 @@ def collect(
     final_rows: list[int] = []
     final_obs: list[Tensor] = []
     for t in range(n_steps):
-        chance = head.draw((env.num_envs,), generator)
+        chance = head.draw((env.num_envs,), generator) if noise is None else noise[t]
         if isinstance(env, FunctionalEnv):
             env_chance = env.draw()
             if track is not None:
@@ -173,7 +176,7 @@ def collect(
         episode_start=stacked["start"],
         actions=stacked["action"],
         parameters=stacked["parameter"],
-        log_probs=head.log_prob(stacked["parameter"], stacked["action"]),
+        log_probs=head.log_prob(stacked["parameter"].detach(), stacked["action"].detach()),
         # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
         rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
         terminated=stacked["terminated"],

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tailguard._version import __version__
-from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Carry
 from tailguard.algorithm.state import LearnerState
-from tailguard.algorithm.update import LossTerm
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 from tailguard.envs.spec import TradingSpec
@@ -24,6 +25,13 @@ from tailguard.models.agent import ActorCritic
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
+AnyLearner = TypeVar("AnyLearner", bound=Learner)
+LEARNERS: dict[str, tuple[Any, type[LearnerConfig]]] = {
+    DistributionalPPO.kind: (DistributionalPPO, PPOConfig),
+    PathwiseLearner.kind: (PathwiseLearner, PathwiseConfig),
+}
+"""Learners by their names, each with its settings."""
+
 PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
 EPISODES = ("episodes", "running_losses", "predictions", "env")
@@ -31,20 +39,29 @@ EPISODES = ("episodes", "running_losses", "predictions", "env")
 STREAMS = ("generator", "prediction_generator")
 
 
-def save_agent(agent: DistributionalPPO, folder: Path) -> None:
+def save_agent(agent: Learner, folder: Path) -> None:
     """Write the agent to a folder of its own; an agent that is there already is replaced."""
     write_sealed(folder, capture(agent), describe(agent))
 
 
 def load_agent(
-    folder: Path, env: Any, device: torch.device | str | None, extensions: Sequence[LossTerm]
-) -> DistributionalPPO:
-    """Build the agent that the folder describes and fill it; it goes on with fresh episodes."""
+    folder: Path,
+    env: Any = None,
+    device: torch.device | str | None = None,
+    kind: type[AnyLearner] | None = None,
+    **options: Any,
+) -> AnyLearner:
+    """Build the agent that the folder describes and fill it; it goes on with fresh episodes.
+
+    `kind`: the learner to go on with; none: the one that trained it. With another one the agent keeps its weights and
+    statistics and begins anew with the rest.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no agent here: there is no such folder")
     about, parts = read_sealed(folder, PARTS)
     try:
-        config = PPOConfig.from_dict(about["config"])
+        trained_by, config_kind = LEARNERS[about.get("learner", DistributionalPPO.kind)]
+        config = config_kind.from_dict(about["config"])
         space = _read_space(about["action_space"])
         spec = None if about["spec"] is None else TradingSpec.from_dict(about["spec"])
         inputs = FlatInputs(about["observation_size"], space, spec)
@@ -54,14 +71,16 @@ def load_agent(
                 "environment can translate them; give load(..., env=…)"
             )
         _check_outline(f"{folder}", inputs, config, parts["weights"])
-        stand_in = _NoEnv(inputs, torch.device(device or "cpu"))
-        agent = DistributionalPPO(
-            stand_in if env is None else env,
+        chosen = kind or trained_by
+        if chosen is not trained_by:
+            config = config.as_kind(LEARNERS[chosen.kind][1])
+        agent = chosen(
+            _NoEnv(inputs, torch.device(device or "cpu")) if env is None else env,
             config,
             seed=about["seed"],
             device=device,
             risk=None if about["risk"] is None else RiskConfig.from_dict(about["risk"]),
-            extensions=extensions,
+            **options,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{folder}: not the description of an agent: {error!r}") from error
@@ -69,11 +88,14 @@ def load_agent(
         agent.inputs = inputs
     else:
         _check_env(folder, about, spec, agent)
-    restore(agent, parts, str(folder), episodes=False)
+    if chosen is trained_by:
+        restore(agent, parts, str(folder), episodes=False)
+    else:
+        adopt(agent, parts, str(folder))
     return agent
 
 
-def capture(agent: DistributionalPPO) -> dict[str, State]:
+def capture(agent: Learner) -> dict[str, State]:
     """Everything that decides how the agent goes on: weights, and the state of all that remembers, episodes included.
 
     Weights that are not finite are refused: nobody could go on from them.
@@ -87,10 +109,11 @@ def capture(agent: DistributionalPPO) -> dict[str, State]:
     return {"weights": weights, "state": state}
 
 
-def describe(agent: DistributionalPPO) -> dict[str, Any]:
+def describe(agent: Learner) -> dict[str, Any]:
     """What is needed to build the agent before it is filled, as JSON."""
     return {
         "tailguard": __version__,
+        "learner": agent.kind,
         "config": dataclasses.asdict(agent.config),
         "risk": None if agent.risk is None else dataclasses.asdict(agent.risk.config),
         "seed": agent.seed,
@@ -102,7 +125,7 @@ def describe(agent: DistributionalPPO) -> dict[str, Any]:
     }
 
 
-def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *, episodes: bool) -> None:
+def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes: bool) -> None:
     """Put what `capture` gave into an agent built with the same settings.
 
     `where`: the folder it comes from, for messages.
@@ -140,10 +163,24 @@ def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *,
         raise CheckpointError(f"{where}: the saved state does not fit this agent: {error!r}") from error
 
 
+def adopt(agent: Learner, parts: Mapping[str, State], where: str) -> None:
+    """Take over another learner's weights and statistics; optimiser, budget and episodes begin anew."""
+    weights, state = parts["weights"], parts["state"]
+    kept = {name: agent.parts()[name] for name in ("observations", "returns")}
+    _check_fits(weights, agent.agent.state_dict(), "weights", where)
+    for name, part in kept.items():
+        _check_fits(state.get(name), part.state_dict(), f"state/{name}", where)
+    _check_finite(where, {"weights": weights, **{name: state[name] for name in kept}})
+    agent.runtime.forget()
+    agent.agent.load_state_dict(weights)
+    for name, part in kept.items():
+        part.load_state_dict(state[name])
+
+
 # --- what must hold before anything is used -------------------------------------------------------------------------
 
 
-def _check_outline(where: str, inputs: FlatInputs, config: PPOConfig, weights: State) -> None:
+def _check_outline(where: str, inputs: FlatInputs, config: LearnerConfig, weights: State) -> None:
     """Compare the saved weights with the described network before it is built: a description may claim any size."""
     stored = sum(value.numel() for _, value in flat_tensors(weights))
     network = config.network
@@ -206,7 +243,7 @@ def _check_finite(where: str, state: State) -> None:
             raise CheckpointError(f"{where}: {count} of {value.numel()} numbers in {name} are not finite")
 
 
-def _with_episodes(agent: DistributionalPPO) -> dict[str, Any]:
+def _with_episodes(agent: Learner) -> dict[str, Any]:
     """The learner's state as it looks once episodes are running."""
     count = agent.env.num_envs
     obs = torch.zeros(count, agent.env.observation_size)
@@ -220,7 +257,7 @@ def _on_device(state: Any, device: torch.device) -> Any:
     return state.to(device) if isinstance(state, Tensor) else state
 
 
-def _check_env(folder: Path, about: State, spec: TradingSpec | None, agent: DistributionalPPO) -> None:
+def _check_env(folder: Path, about: State, spec: TradingSpec | None, agent: Learner) -> None:
     """Refuse an environment that asks for other actions, or shows other numbers, than the agent has learned with."""
     size, space = agent.env.observation_size, _describe_space(agent.env.action_space)
     if (size, space) != (about["observation_size"], about["action_space"]):
@@ -240,7 +277,7 @@ def _check_env(folder: Path, about: State, spec: TradingSpec | None, agent: Dist
 # --- description ----------------------------------------------------------------------------------------------------
 
 
-def _reads_plain_rows(agent: DistributionalPPO) -> bool:
+def _reads_plain_rows(agent: Learner) -> bool:
     """Whether rows of numbers in and out are all that `predict` needs, so that it can do without the environment."""
     if not isinstance(agent.inputs, GymnasiumInputs):
         return True
@@ -272,6 +309,8 @@ class _NoEnv:
     """The shape of an environment, without one: enough to predict, refuses to step."""
 
     num_envs = 1
+    differentiable = True
+    """Nobody can go through its steps, in whatever way."""
 
     def __init__(self, inputs: FlatInputs, device: torch.device) -> None:
         self.observation_size, self.action_space, self.device = inputs.observation_size, inputs.action_space, device

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.config import LearnerConfig, PPOConfig
 from tailguard.algorithm.estimate import Estimates
 from tailguard.algorithm.losses import (
     clipped_surrogate,
@@ -22,7 +22,7 @@ from tailguard.algorithm.losses import (
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.scale import old_distribution
 from tailguard.algorithm.value_losses import CriticLoss, critic_loss
-from tailguard.models.agent import ActorCritic, AgentOutput, AgentState
+from tailguard.models.agent import ActorCritic, AgentOutput, AgentState, CriticOutput
 from tailguard.returns import RunningMoments
 
 
@@ -200,7 +200,7 @@ def loss_of_features(
     guarded = guard_log_ratio(log_ratio, config.log_ratio_limit, weights)
     surrogate = clipped_surrogate(guarded.log_ratio, batch.advantages, hyper.clip_range)
     kl = head.kl(batch.parameters, output.parameters)
-    losses = critic_losses(agent, output, batch, config)
+    losses = critic_losses(agent, output.critics, batch, config)
     terms = {"policy": mean(surrogate.loss), **critic_terms(losses, config, mean)}
     figures: dict[str, Tensor] = {}
     if config.uses_entropy:
@@ -234,6 +234,37 @@ def loss_of_features(
     return MinibatchLoss(total, terms, figures, guarded.finite, counted)
 
 
+def critic_minibatch_loss(
+    agent: ActorCritic,
+    batch: Batch,
+    config: LearnerConfig,
+    total_weight: Tensor,
+    inner_resets: bool | None = None,
+    price: Callable[..., MinibatchLoss] | None = None,
+) -> MinibatchLoss:
+    """The critics' terms alone on one (micro)batch; arguments as of `minibatch_loss`."""
+    features = agent.critic_features(batch.obs, batch.state, batch.episode_start, inner_resets)
+    return (price or loss_of_critic_features)(agent, features, batch, config, total_weight.clamp(min=1))
+
+
+def loss_of_critic_features(
+    agent: ActorCritic, features: Mapping[int, Tensor], batch: Batch, config: LearnerConfig, total_weight: Tensor
+) -> MinibatchLoss:
+    """The critics' terms, from what their trunks made of the batch."""
+
+    def mean(values: Tensor) -> Tensor:
+        return masked_mean(values, batch.weights, total_weight)
+
+    losses = critic_losses(agent, agent.critic_heads(features), batch, config)
+    terms = critic_terms(losses, config, mean)
+    figures = {f"train/{name}_loss": term.detach() for name, term in terms.items()}
+    if config.value_clip != "off":
+        figures |= clip_figures(losses, mean)
+    total = torch.stack(list(terms.values())).sum()
+    nothing = torch.zeros_like(batch.weights)
+    return MinibatchLoss(total, terms, figures, total.isfinite(), nothing)
+
+
 class _Mean(Protocol):
     def __call__(self, values: Tensor) -> Tensor: ...
 
@@ -247,12 +278,14 @@ class CriticLosses:
     """Empty for scalar critics."""
 
 
-def critic_losses(agent: ActorCritic, output: AgentOutput, batch: Batch, config: PPOConfig) -> CriticLosses:
+def critic_losses(
+    agent: ActorCritic, outputs: Sequence[CriticOutput], batch: Batch, config: LearnerConfig
+) -> CriticLosses:
     """Each critic against its own old output."""
     values: list[CriticLoss] = []
     distributions: list[CriticLoss] = []
     for critic, found, old_value, old_spread in zip(
-        agent.each_critic(), output.critics, batch.old_values, batch.old_distributions, strict=True
+        agent.each_critic(), outputs, batch.old_values, batch.old_distributions, strict=True
     ):
         values.append(critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip))
         if critic.distribution is not None and found.distribution is not None:
@@ -270,7 +303,7 @@ def critic_losses(agent: ActorCritic, output: AgentOutput, batch: Batch, config:
     return CriticLosses(values, distributions)
 
 
-def critic_terms(losses: CriticLosses, config: PPOConfig, mean: _Mean) -> dict[str, Tensor]:
+def critic_terms(losses: CriticLosses, config: LearnerConfig, mean: _Mean) -> dict[str, Tensor]:
     """Value and distribution terms, averaged over the critics."""
     terms = {"value": config.value_coef * torch.stack([mean(found.loss) for found in losses.value]).mean()}
     if losses.distribution:

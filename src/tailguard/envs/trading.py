@@ -49,6 +49,9 @@ class TradingEnv:
         environments do not restart all at once.
     """
 
+    differentiable = True
+    """A market that does not answer: its steps are differentiable functions of state and action."""
+
     def __init__(
         self,
         bars: Bars | PreparedBars | PreparedMarket | str | Path,

@@ -250,6 +250,15 @@ class ActorCritic(nn.Module):
             for index in range(len(self.trunks))
         )
 
+    def critic_features(
+        self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
+    ) -> dict[int, Tensor]:
+        """What the critics' trunks make of T rows, [T, N, H], by the trunk's number."""
+        return {
+            index: self._trunk(index).sequence(obs, state[index], episode_start, inner_resets)[0]
+            for index in sorted(set(self.critic_trunks))
+        }
+
     def heads(self, features: Sequence[Tensor]) -> AgentOutput:
         """What actor and critics say of the trunks' features; one product for all that read the same trunk."""
         shared = self.critic_trunks[0] == 0
@@ -258,14 +267,14 @@ class ActorCritic(nn.Module):
         parameters = self.action_head.parameters_of(chosen)
         if shared:
             return AgentOutput(parameters, self._critic_outputs({0: outputs}, {0: features[0]}))
-        return AgentOutput(parameters, self._look(dict(enumerate(features))))
+        return AgentOutput(parameters, self.critic_heads(dict(enumerate(features))))
 
     def _critic_layers(self, trunk: int) -> list[nn.Linear]:
         """Last layers of the critics that read this trunk."""
         critics = zip(self.each_critic(), self.critic_trunks, strict=True)
         return [layer for critic, mine in critics if mine == trunk for layer in critic.layers]
 
-    def _look(self, features: Mapping[int, Tensor]) -> tuple[CriticOutput, ...]:
+    def critic_heads(self, features: Mapping[int, Tensor]) -> tuple[CriticOutput, ...]:
         """What every critic says of its trunk's features."""
         trunks = sorted(set(self.critic_trunks))
         outputs = {trunk: full_precision(self._critic_layers(trunk), features[trunk]) for trunk in trunks}
@@ -291,7 +300,8 @@ class ActorCritic(nn.Module):
         obs [T, N, O], episode_start [T, N]; `final_rows` are the rows after which an episode ended, and the last one,
         in order, and `final_obs` [K, N, O] their true next observations. A successor is read once, from the state after
         its row, without a reset. Returns the critics' outputs [T, N], those of the successors [K, N], and the trunks'
-        states after the last row (the actor's as it was given, unless a critic shares it).
+        states after the last row (the actor's as it was given, unless a critic shares it). Gradients go to `final_obs`
+        alone, where it asks for them.
         """
         after = list(state)
         features: dict[int, Tensor] = {}
@@ -301,7 +311,9 @@ class ActorCritic(nn.Module):
             features[index], successors[index], after[index] = read(
                 self._trunk(index), obs, final_obs, final_rows, state[index], episode_start
             )
-        return self._look(features), self._look(successors), tuple(after)
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            following = self.critic_heads(successors)
+        return self.critic_heads(features), following, tuple(after)
 
 
 def _some_successors(
@@ -320,16 +332,21 @@ def _some_successors(
     never = torch.zeros_like(episode_start[0])
     if not trunk.remembers:
         everything, _ = trunk.sequence(obs, state, episode_start)
-        return everything, trunk.sequence(final_obs, state, episode_start[: len(final_rows)])[0], state
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            return everything, trunk.sequence(final_obs, state, episode_start[: len(final_rows)])[0], state
     pieces: list[Tensor] = []
     successors: list[Tensor] = []
     first = 0
-    for row, last in zip(final_rows, final_obs.unbind(), strict=True):
+    with torch.set_grad_enabled(final_obs.requires_grad):
+        each = final_obs.unbind()
+    for row, last in zip(final_rows, each, strict=True):
         found, state = trunk.sequence(obs[first : row + 1], state, episode_start[first : row + 1], inner_resets=False)
         pieces.append(found)
-        successors.append(trunk.step(last, state, never)[0])
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            successors.append(trunk.step(last, state, never)[0])
         first = row + 1
-    return torch.cat(pieces), torch.stack(successors), state
+    with torch.set_grad_enabled(final_obs.requires_grad):
+        return torch.cat(pieces), torch.stack(successors), state
 
 
 def _each_successor(
@@ -343,9 +360,12 @@ def _each_successor(
     """As `_some_successors`, all of them in one step of K · N environments: for devices that are wide."""
     everything, states = trunk.every_state(obs, state, episode_start)
     if not trunk.remembers:
-        return everything, trunk.every_state(final_obs, state, episode_start)[0], state
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            return everything, trunk.every_state(final_obs, state, episode_start)[0], state
     rows = slice(None) if len(final_rows) == len(obs) else list(final_rows)
     before = tuple(part[:, rows].flatten(1, 2) for part in states)
     never = torch.zeros(final_obs.shape[0] * final_obs.shape[1], dtype=torch.bool, device=obs.device)
-    successors, _ = trunk.step(final_obs.flatten(0, 1), before, never)
-    return everything, successors.reshape(*final_obs.shape[:2], -1), tuple(part[:, -1] for part in states)
+    with torch.set_grad_enabled(final_obs.requires_grad):
+        successors, _ = trunk.step(final_obs.flatten(0, 1), before, never)
+        successors = successors.reshape(*final_obs.shape[:2], -1)
+    return everything, successors, tuple(part[:, -1] for part in states)

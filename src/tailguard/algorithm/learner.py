@@ -1,0 +1,357 @@
+"""What every learner is: a network, its statistics, an environment, and the verbs to train, use and save it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
+from tailguard.algorithm.config import LearnerConfig
+from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.nonfinite import check_rollout, finite_inputs, not_finite_in_graph
+from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
+from tailguard.algorithm.risk import RiskBudget
+from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout
+from tailguard.algorithm.runtime import Runtime
+from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, support_drift
+from tailguard.algorithm.schedules import Schedule
+from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
+from tailguard.algorithm.tally import Figures
+from tailguard.algorithm.update import Batch
+from tailguard.algorithm.updates import Updates
+from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.envs.protocol import FunctionalEnv
+from tailguard.memory import keep_freed_memory
+from tailguard.models.agent import ActorCritic
+from tailguard.models.precision import is_narrow, tensor_cores
+from tailguard.monitor.episodes import EpisodeTracker
+from tailguard.monitor.health import Alarm, HealthMonitor
+from tailguard.monitor.metrics import Snapshot, iteration_figures
+from tailguard.monitor.progress import Progress
+from tailguard.returns import RunningMoments
+from tailguard.risk.config import RiskConfig
+from tailguard.validate import check_count
+
+if TYPE_CHECKING:
+    from tailguard.envs.protocol import VectorEnv
+    from tailguard.envs.spec import TradingSpec
+
+SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
+"""Keys of what the learner itself reads among the figures."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rollout made ready for the updates."""
+
+    estimates: Estimates
+    batch: Batch | None
+    """None if the rollout must not be used."""
+    figures: dict[str, Tensor]
+
+    def snapshot(self, agent: ActorCritic, rollout: Rollout, carry: Carry) -> Snapshot:
+        """The iteration as the figures see it."""
+        return Snapshot(agent, rollout, self.estimates, carry.state)
+
+
+class Learner(ABC):
+    """The common part of all learners. What one does with a rollout is its `_iterate`."""
+
+    kind: ClassVar[str]
+    """Name of the learner in a run's settings."""
+    config: LearnerConfig
+    updates: Updates
+    """Turns batches into optimiser steps."""
+
+    def __init__(
+        self,
+        env: Any,
+        config: LearnerConfig,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        num_envs: int | None = None,
+        risk: RiskConfig | None = None,
+    ) -> None:
+        self.env: VectorEnv = as_vector_env(env, num_envs, device)
+        self.config = config
+        self.inputs = policy_inputs(self.env)
+        self.device = self.env.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.seed = seed
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
+        self.prediction_generator = torch.Generator(self.device).manual_seed(seed)
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            network = ActorCritic(self.env.observation_size, self.env.action_space, config.network)
+        self.agent = network.to(self.device)
+        self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
+        self.return_moments = RunningMoments((), decay=config.return_decay, device=self.device)
+        self.learning_rate = torch.full((), Schedule.parse(config.learning_rate)(0.0), device=self.device)
+        """Today's step size, in the tensor that the optimiser and recorded graphs hold."""
+        self.optimizer = make_optimizer(self._parameter_groups(), config, self.learning_rate, seed)
+        self.scaler = make_scaler(self.optimizer, config)
+        self.risk: RiskBudget | None = None
+        if risk is not None and risk.enabled:
+            self.risk = RiskBudget(risk, config, self.env, self.agent, seed)
+        self.episodes = EpisodeTracker(self.env.num_envs, self.device)
+        self.health = HealthMonitor()
+        self.alarms: list[Alarm] = []
+        """What has gone wrong in this process, each kind once."""
+        self.snapshot: Snapshot | None = None
+        """What the last iteration's figures were made of, for callbacks that show more."""
+        self.state = LearnerState()
+        self.runtime = Runtime(config.runtime, self.env, self.device, config.on_nonfinite)
+        if self.runtime.refusal is not None:
+            warnings.warn(self.runtime.refusal, stacklevel=3)
+        self.runtime.generators = self._generators()
+        self.metrics: dict[str, float] = {}
+        """Figures of the last iteration, under SB3's names where it has them."""
+
+    def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
+        """What the optimiser moves, in groups where they have step sizes of their own."""
+        return list(self.agent.parameters())
+
+    @property
+    def spec(self) -> TradingSpec | None:
+        """What the agent must find again on new bars; None if it was not trained on bars."""
+        return self.inputs.spec
+
+    @property
+    def num_timesteps(self) -> int:
+        """Environment steps taken so far."""
+        return self.state.num_timesteps
+
+    def _generators(self) -> list[torch.Generator]:
+        """Every random stream that an iteration draws from."""
+        found = [self.generator, *getattr(self.optimizer, "generators", {}).values()]
+        found += [] if self.risk is None else [self.risk.generator]
+        return [*found, self.env.generator] if isinstance(self.env, FunctionalEnv) else found
+
+    def parts(self) -> dict[str, Stateful]:
+        """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
+        parts: dict[str, Stateful] = {
+            "agent": self.agent,
+            "optimizer": OptimizerState(self.agent, self.optimizer),
+            "observations": self.observation_moments,
+            "returns": self.return_moments,
+            "episodes": self.episodes,
+            "health": self.health,
+            "learner": self.state,
+            "generator": GeneratorState(self.generator),
+            "prediction_generator": GeneratorState(self.prediction_generator),
+        }
+        if self.scaler is not None:
+            parts["vgs"] = self.scaler
+        if self.risk is not None:
+            parts |= {"risk": self.risk, **self.risk.episode_parts()}
+        return parts
+
+    # --- learning -----------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        total_timesteps: int,
+        callback: CallbackLike = None,
+        log_interval: int = 1,
+        *,
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> Self:
+        """Train for at least `total_timesteps` environment steps, in whole rollouts.
+
+        `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
+            function of `(locals, globals)`, or a list of them; a false return value ends the training.
+        `log_interval`: rollouts between two updates of the progress bar.
+        `reset_num_timesteps`: count steps from 0, and with them read the schedules; if not, both go on, as in SB3.
+            Episodes under way go on in any case.
+        """
+        check_count("total_timesteps", total_timesteps)
+        check_count("log_interval", log_interval)
+        if reset_num_timesteps:
+            self.state.num_timesteps = 0
+        begun = self.state.num_timesteps
+        goal = begun + total_timesteps
+        listener = make_callback(callback)
+        listener.init_callback(self)
+        listener.on_training_start(locals(), globals())
+        clock = time.perf_counter()
+        with Progress(total_timesteps, shown=progress_bar) as bar:
+            while self.state.num_timesteps < goal:
+                self.state.progress = self.state.num_timesteps / goal
+                listener.on_rollout_start()
+                said = len(self.alarms)
+                self.metrics = self.iterate()
+                elapsed = time.perf_counter() - clock
+                self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
+                self.metrics["time/total_timesteps"] = self.state.num_timesteps
+                listener.on_rollout_end()
+                if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
+                    bar.show(self.state.num_timesteps - begun, self.metrics)
+                goes_on = listener.on_step()
+                # Evaluations run in callbacks, and their figures join the iteration's only then.
+                self.alarms += self.health.evaluated(self.metrics, self.state.num_timesteps)
+                for alarm in self.alarms[said:]:
+                    bar.say(str(alarm))
+                if not goes_on:
+                    break
+        listener.on_training_end()
+        return self
+
+    def iterate(self) -> dict[str, float]:
+        """One rollout and the updates on it; returns the iteration's figures."""
+        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+            return self._iterate()
+
+    @abstractmethod
+    def _iterate(self) -> dict[str, float]:
+        """One rollout and what is learned from it; returns the iteration's figures."""
+
+    @abstractmethod
+    def set_hyper(self) -> object:
+        """Write today's hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+
+    # --- one iteration, step by step --------------------------------------------------------------------------------
+
+    def _begin(self) -> Carry:
+        """Fresh episodes and empty memories."""
+        # An agent that goes on after it was loaded must not live through its first episodes again.
+        obs = self.env.reset(self.seed + self.state.iteration)
+        if self.config.normalise_observations and self.observation_moments.count == 0:
+            self.observation_moments.update(obs, obs.isfinite().all(-1))
+        start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
+        return Carry(obs, start, self.agent.initial_state(self.env.num_envs))
+
+    def _observation_scale(self) -> ObservationScale:
+        moments = self.observation_moments
+        clip = self.config.observation_clip if self.config.normalise_observations else math.inf
+        return ObservationScale(moments.mean.float(), moments.std.float(), clip)
+
+    def _take_steps(self, usable: bool) -> None:
+        """Count an iteration."""
+        state = self.state
+        state.skipped += not usable
+        state.num_timesteps += self.config.n_steps * self.env.num_envs
+        state.iteration += 1
+        self.runtime.iterations += 1
+
+    @torch.no_grad()
+    def _finish(self, rollout: Rollout, prepared: Prepared, usable: bool) -> Figures:
+        """What remains to be done and to be said after the updates; nothing is read from the device yet."""
+        carry, config = self.state.carry, self.config
+        assert carry is not None
+        figures = dict(prepared.figures)
+        if usable:
+            figures |= self.updates.figures()
+            if config.normalise_observations:
+                change = self.observation_moments.update(rollout.obs, rollout.valid)
+                figures["data/observation_drift"] = change.mean_shift.max()
+        self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
+        episodes = self.episodes.figures()
+        figures["rollout/ep_rew_mean"] = episodes["return"]
+        figures["rollout/ep_len_mean"] = episodes["length"]
+        if "pnl" in rollout.outcome:
+            figures["rollout/ep_pnl_mean"] = episodes["pnl"]
+        figures |= iteration_figures(prepared.snapshot(self.agent, rollout, carry), detailed=config.monitor)
+        drift = support_drift(self.agent)
+        if drift is not None:
+            figures[SUPPORT_DRIFT] = drift
+        if not self.runtime.looks:
+            figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.updates.all_finite
+        return Figures.of(figures)
+
+    def _read(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
+        """The iteration's figures as numbers: the one place where the device is read for them."""
+        report = figures.read()
+        if not report.pop(ROLLOUT_FINITE, 1.0):
+            check_rollout(rollout, self)
+        if not report.pop(UPDATES_FINITE, 1.0):
+            raise not_finite_in_graph(self)
+        return report
+
+    def _report(self, report: dict[str, float]) -> dict[str, float]:
+        """Draw the conclusions that must wait for numbers, and add what is known without the device."""
+        state, config = self.state, self.config
+        if SUPPORT_DRIFT in report:
+            drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
+            report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
+        state.degenerate += int(report.get("train/constant_advantages", 0))
+        if config.monitor:
+            self.alarms += self.health.check(report, state.num_timesteps)
+            report |= self.health.figures()
+        report["warn/skipped_nonfinite"] = state.skipped
+        report["warn/constant_advantages"] = state.degenerate
+        report["time/iterations"] = state.iteration
+        return report
+
+    # --- acting -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: Any,
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """The policy's action, and the memory to give back with the next observation; as in Stable-Baselines3.
+
+        `observation`: one observation or a batch, in the environment's own form. `state`: what the last call returned,
+        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not touched.
+        """
+        rows, single = self.inputs.encode(observation)
+        obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
+        count = obs.shape[0]
+        memory = self.agent.initial_state(count)[0]
+        if state is not None:
+            memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
+        start = torch.zeros(count, dtype=torch.bool, device=self.device)
+        if episode_start is not None:
+            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
+        parameters, memory = self.agent.act(obs, memory, start)
+        head = self.agent.action_head
+        raw = head.mode(parameters) if deterministic else head.sample(parameters, self.prediction_generator)
+        action = self.inputs.decode(head.to_env(raw))
+        after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
+        return (action[0] if single else action), after
+
+    def get_env(self) -> VectorEnv:
+        """The environment the agent trains on."""
+        return self.env
+
+    def get_vec_normalize_env(self) -> None:
+        """None: the statistics are the agent's own. SB3's callbacks ask."""
+        return
+
+    @property
+    def logger(self) -> CallbackLogger:
+        """For SB3's callbacks: what they record joins `metrics`."""
+        return CallbackLogger(self.metrics)
+
+    def save(self, path: str | Path) -> None:
+        """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""
+        from tailguard.algorithm.saving import save_agent
+
+        save_agent(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, env: Any = None, device: torch.device | str | None = None) -> Self:
+        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn.
+
+        An agent of another learner goes on with this one: with its weights and statistics, this learner's own default
+        settings where the two differ, and a fresh optimiser.
+        """
+        from tailguard.algorithm.saving import load_agent
+
+        return load_agent(Path(path), env, device, cls)

@@ -1,0 +1,311 @@
+"""Gradients through the market: act, add up what the account earns, and send the gradient back. Reads top to bottom.
+
+Prices do not answer to an account of ordinary size. So what it earns is a known, differentiable function of the
+weights it held, and the gradient of that can go back through costs, fills, positions and the LSTM: no exploration, no
+score function, no advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with what a critic says the
+account's state is worth, whose slope in that state carries what comes later (SHAC, Xu et al. 2022):
+
+    J = E[ Σ_{t<T} γ^t·r_t + γ^T·V(x_T) ],    dJ/dθ by back-propagation through r, x and the memory
+
+The window is short because a gradient through many bars is noisy. Whole episodes need no critic, and give the gradient
+of their tail exactly: ∇ES_α = −E[∇R | R ≤ VaR_α].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from tailguard.algorithm.config import PathwiseConfig
+from tailguard.algorithm.estimate import CriticView, estimate, first_returns, look
+from tailguard.algorithm.learner import Learner, Prepared
+from tailguard.algorithm.nonfinite import check_rollout
+from tailguard.algorithm.rollout import Rollout, act_and_step, collect
+from tailguard.algorithm.scale import move_return_scale
+from tailguard.algorithm.schedules import Schedule
+from tailguard.algorithm.update import make_batch
+from tailguard.algorithm.updates import CriticUpdates
+from tailguard.envs.adapt import as_vector_env
+from tailguard.envs.protocol import Box, FunctionalEnv
+from tailguard.errors import ConfigError
+from tailguard.models.critics import combine_values
+from tailguard.risk.config import RiskConfig
+
+if TYPE_CHECKING:
+    from tailguard.envs.protocol import VectorEnv
+
+SATURATED = 0.99
+"""A squashed action this near to its bound has next to no slope left."""
+
+Structure = TypeVar("Structure")
+
+
+class PathwiseLearner(Learner):
+    """A recurrent policy that learns by gradients through a market that does not answer.
+
+    `env`: a `tailguard.TradingEnv`, or a `FunctionalEnv` of your own whose `transition` is differentiable in state and
+        action and that says so with `differentiable = True`.
+    `config`: all settings; single ones can be given as keyword arguments instead (`n_steps=16, stochastic=True`): the
+        fields of `PathwiseConfig` and of `NetworkConfig`.
+    `seed`: of the weights, the noise, the critics' minibatches and the environment.
+    `device`: where the network lives; the environment's own device by default.
+    `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    """
+
+    kind: ClassVar[str] = "pathwise"
+    config: PathwiseConfig
+
+    def __init__(
+        self,
+        env: Any,
+        config: PathwiseConfig | None = None,
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        num_envs: int | None = None,
+        risk: RiskConfig | None = None,
+        **options: Any,
+    ) -> None:
+        chosen = (config or PathwiseConfig()).with_options(options)
+        accounts = as_vector_env(env, num_envs, device)
+        check_differentiable(accounts)
+        if chosen.n_steps == 0:
+            chosen = replace(chosen, n_steps=_episode_length(accounts))
+        self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
+        super().__init__(accounts, chosen, seed=seed, device=device, risk=risk)
+        self.updates = CriticUpdates(self)
+        self.set_hyper()
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """The policy, and what only the critics read: they learn at rates of their own."""
+        policy = [*self.agent.each_trunk()[0].parameters(), *self.agent.action_head.parameters()]
+        known = {id(parameter) for parameter in policy}
+        critics = [parameter for parameter in self.agent.parameters() if id(parameter) not in known]
+        return [{"params": policy}, {"params": critics, "lr": self.critic_learning_rate}]
+
+    def set_hyper(self) -> None:
+        config, progress = self.config, self.state.progress
+        self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
+        self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
+        self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
+
+    def _iterate(self) -> dict[str, float]:
+        state, runtime = self.state, self.runtime
+        if state.carry is None:
+            state.carry = self._begin()
+            runtime.forget()
+        self.set_hyper()
+        self.updates.begin()
+        window = runtime.run("window", self._learn_policy)
+        usable = window.prepared.batch is not None
+        if window.prepared.batch is not None and self.config.critic_epochs > 0:
+            batch = window.prepared.batch
+            batch = batch if self.agent.remembers else batch.rows_as_sequences()
+            self.updates.run(batch, window.rollout.inner_resets)
+        figures = runtime.run(("finish", usable), lambda: self._finish(window.rollout, window.prepared, usable))
+        report = self._read(window.rollout, figures)
+        self._take_steps(usable)
+        self.snapshot = window.prepared.snapshot(self.agent, window.rollout, state.carry)
+        return self._report(report)
+
+    # --- one iteration, step by step --------------------------------------------------------------------------------
+
+    def _learn_policy(self) -> _Window:
+        """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
+        config, moments = self.config, self.return_moments
+        noise = self._noise()
+        traced = self._collect(noise)
+        rollout = detached(traced)
+        usable = check_rollout(rollout, self) if self.runtime.looks else True
+        if usable and not moments.started:
+            moments.update(first_returns(rollout, config.gamma), rollout.valid)
+        final_obs = rollout.scale(rollout.final_obs).requires_grad_()
+        views, memory = look(self.agent, rollout, moments, config.estimates, final_obs)
+        carry = self.state.carry
+        assert carry is not None
+        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
+        estimates = estimate(views, rollout, config.estimates, self.generator)
+        if not usable:
+            return _Window(rollout, Prepared(estimates, None, {}))
+        objective, figures = self._objective(traced, views, final_obs)
+        figures |= self._step(objective / moments.std.float(), traced, noise)
+        if self.risk is not None:
+            figures |= self.risk.figures(rollout, estimates)
+        change = moments.update(estimates.value_targets, rollout.valid)
+        move_return_scale(self.agent, self.optimizer, change, self.scaler)
+        batch = make_batch(self.agent, rollout, estimates, estimates.advantages, moments)
+        figures |= {
+            "critic/return_mean": moments.mean.clone(),
+            "critic/return_std": moments.std.clone(),
+            "critic/return_std_drift": change.std_ratio,
+        }
+        return _Window(rollout, Prepared(estimates, batch, figures))
+
+    def _noise(self) -> Tensor:
+        """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
+        shape = (self.config.n_steps, self.env.num_envs)
+        drawn = self.agent.action_head.draw(shape, self.generator)
+        return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
+
+    def _collect(self, noise: Tensor) -> Rollout:
+        """Act for one window, with everything that gradients need; what lives on has none."""
+        carry, env = self.state.carry, self.env
+        assert carry is not None
+        assert isinstance(env, FunctionalEnv)
+        standing = env.state
+        rollout, after = collect(
+            self.agent,
+            env,
+            carry,
+            self._observation_scale(),
+            self.config.n_steps,
+            self.generator,
+            self.runtime.compiled(act_and_step),
+            noise=noise,
+        )
+        self.state.carry = self.runtime.keep(carry, detached(after))
+        env.state = self.runtime.keep(standing, detached(env.state))
+        return rollout
+
+    def _objective(
+        self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What a window earns, and what its end is worth, less the price of its risk; mean over the accounts.
+
+        `rollout` carries the gradient. `final_obs` is what the critics' values of the successors depend on.
+        """
+        gamma = self.config.gamma
+        discount = discounts(rollout.ended, gamma)
+        earned = (discount * rollout.rewards).sum(0).mean()
+        figures = {"pathwise/earned": earned.detach()}
+        objective = earned
+        if self.config.critic_epochs > 0:
+            rows = list(rollout.final_rows)
+            counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
+            value = views[0].final_baseline
+            if len(views) == 2:
+                value = combine_values(value, views[1].final_baseline, self.config.twin_mode)
+            # The critic is a constant function to the policy: its slope in the account's state, and nothing else.
+            (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
+            to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]
+            objective = objective + to_come
+            figures["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
+        if self.risk is not None:
+            costs, _ = self.risk.costs(rollout)
+            cost = costs.sum(0).mean()
+            figures["pathwise/cost"] = cost.detach()
+            objective = self.risk.constraint.combine(objective, cost)
+        return objective, figures
+
+    def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
+        """Move the policy up the gradient of the objective; returns figures of the gradient through time."""
+        loss = -objective
+        figures: dict[str, Tensor] = {}
+        if self.config.uses_entropy:
+            entropy = self.agent.action_head.entropy(rollout.parameters).mean()
+            loss = loss - self.entropy_coef * entropy
+            figures["train/entropy_coef"] = self.entropy_coef
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        measured = self.updates.measure_gradient()
+        if measured is None:
+            self.state.skipped += 1
+        else:
+            self.updates.step(measured["train/grad_norm"])
+            figures |= {"pathwise/loss": loss.detach(), "pathwise/grad_norm": measured["train/grad_norm"]}
+        self.optimizer.zero_grad(set_to_none=True)
+        return figures | _through_time(rollout, noise)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What an iteration goes on with once the policy has moved."""
+
+    rollout: Rollout
+    prepared: Prepared
+
+
+# --- mathematics ----------------------------------------------------------------------------------------------------
+
+
+def discounts(ended: Tensor, gamma: float) -> Tensor:
+    """γ to the power of the rows since the window began or an episode began inside it, [T, N].
+
+    ended: [T, N] bool, whether an episode ended with the row
+    """
+    rows, power = [], torch.ones_like(ended[0], dtype=torch.float32)
+    for row in ended:
+        rows.append(power)
+        power = torch.where(row, 1.0, gamma * power)
+    return torch.stack(rows)
+
+
+def _bootstrapped(rollout: Rollout) -> Tensor:
+    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless in ruin."""
+    keeps = rollout.truncated.clone()
+    keeps[-1] = ~rollout.terminated[-1]
+    return (keeps & rollout.valid).float()
+
+
+@torch.no_grad()
+def _through_time(rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
+    """How the gradient reaches the actions of the window, first to last, and how many of them can still move.
+
+    An action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
+    """
+    assert noise.grad is not None
+    spread = rollout.parameters.chunk(2, dim=-1)[1].exp()
+    slopes = (noise.grad / spread).square().mean((1, 2)).sqrt() * noise.shape[1]
+    figures = {
+        "pathwise/slope_first": slopes[0],
+        "pathwise/slope_last": slopes[-1],
+        "pathwise/slope_ratio": slopes.max() / slopes[-1].clamp(min=1e-30),
+        "pathwise/saturated": (torch.tanh(rollout.actions).abs() > SATURATED).float().mean(),
+    }
+    return {name: value.detach() for name, value in figures.items()}
+
+
+def detached(structure: Structure) -> Structure:
+    """The same tensors in the same places, without their history."""
+    if isinstance(structure, Tensor):
+        return cast(Structure, structure.detach())
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        changed = {item.name: detached(getattr(structure, item.name)) for item in dataclasses.fields(structure)}
+        return replace(structure, **changed)
+    if isinstance(structure, dict):
+        return cast(Structure, {name: detached(value) for name, value in structure.items()})
+    if isinstance(structure, tuple):
+        return cast(Structure, tuple(detached(value) for value in structure))
+    return structure
+
+
+# --- where it is true -----------------------------------------------------------------------------------------------
+
+
+def check_differentiable(env: VectorEnv) -> None:
+    """Refuse environments in which a gradient cannot go from the reward to the action."""
+    name = type(env).__name__
+    if not isinstance(env.action_space, Box):
+        raise ConfigError(
+            "learner pathwise: discrete choices have no gradient. Use PPO: tg.DistributionalPPO, or learner: ppo"
+        )
+    if not getattr(env, "differentiable", False):
+        raise ConfigError(
+            f"learner pathwise: the steps of {name} are not known to be a differentiable function of the action, so "
+            "no gradient can go through them. Use PPO: tg.DistributionalPPO, or learner: ppo. A TradingEnv is one; "
+            "a FunctionalEnv of your own can say so with differentiable = True"
+        )
+
+
+def _episode_length(env: VectorEnv) -> int:
+    length = getattr(env, "episode_length", None)
+    if length is None:
+        raise ConfigError(
+            f"pathwise.n_steps: 0 asks for whole episodes, and {type(env).__name__} does not say how long they are "
+            "(episode_length). Give the number of steps"
+        )
+    return int(length)
