@@ -129,7 +129,6 @@ def test_options_reach_the_learner_and_its_network() -> None:
     assert dataclasses.replace(config) == config
 
 
-
 def test_limits_of_the_kl() -> None:
     assert PPOConfig().kl_stopper is None
     both = PPOConfig(target_kl=0.01, kl_limit=0.012).kl_stopper

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -112,6 +114,16 @@ class RecallEnv:
         return torch.stack((torch.where(time == 0, cue, 0.0), (time == self.delay).to(cue.dtype)), dim=-1)
 
 
+@dataclass(frozen=True)
+class BetsState:
+    """Where N episodes of bets stand."""
+
+    pnl: Tensor
+    """[N]"""
+    time: Tensor
+    """Bets placed, the same in all episodes, []."""
+
+
 class BetsEnv:
     """Bet on one asset, `steps` times in a row: what is earned is w·(μ + σ·noise), and the episode's P&L is its sum.
 
@@ -120,10 +132,11 @@ class BetsEnv:
     more steps the best *constant* weight is known; a policy that looks at its P&L does better.
 
     Observations are [P&L so far, share of the steps to come]. All episodes end together, by time.
-    `outcome` holds `pnl`, [N].
+    `outcome` holds `pnl`, [N]. A step is a pure, differentiable function of state, action and noise.
     """
 
     observation_size = 2
+    differentiable = True
 
     def __init__(
         self,
@@ -149,46 +162,55 @@ class BetsEnv:
         self.mean, self.volatility, self.freedom = mean, volatility, freedom
         self.device = torch.device("cpu")
         self.action_space = Box(torch.tensor([bounds[0]]), torch.tensor([bounds[1]]))
-        self._generator = torch.Generator()
-        self._pnl = torch.zeros(num_envs)
-        self._time = 0
+        self.generator = torch.Generator()
+        self.state = self._fresh()
 
     def reset(self, seed: int | None = None) -> Tensor:
         """Start N fresh episodes and return their first observations, [N, 2]."""
         if seed is not None:
-            self._generator.manual_seed(seed)
-        self._time, self._pnl = 0, torch.zeros(self.num_envs)
-        return self._observe()
+            self.generator.manual_seed(seed)
+        self.state = self._fresh()
+        return self._observe(self.state)
 
     def step(self, action: Tensor) -> Step:
         """Place the bets."""
-        reward = action[:, 0] * (self.mean + self.volatility * self._noise())
-        self._pnl, self._time = self._pnl + reward, self._time + 1
-        final, pnl = self._observe(), self._pnl
-        ended = torch.full((self.num_envs,), self._time == self.steps)
-        if self._time == self.steps:
-            self._time, self._pnl = 0, torch.zeros(self.num_envs)
+        self.state, step = self.transition(self.state, action, self.draw())
+        return step
+
+    def transition(self, before: BetsState, action: Tensor, chance: Tensor) -> tuple[BetsState, Step]:
+        """Place the bets; `chance` is the noise, [N]."""
+        reward = action[:, 0] * (self.mean + self.volatility * chance)
+        after = BetsState(before.pnl + reward, before.time + 1)
+        final = self._observe(after)
+        over = after.time == self.steps
+        outcome = {"pnl": after.pnl}
+        after = BetsState(torch.where(over, 0.0, after.pnl), torch.where(over, 0, after.time))
+        ended = over.expand(self.num_envs)
         never = torch.zeros_like(ended)
-        return Step(self._observe(), reward, never, ended, final, ~never, {"pnl": pnl})
+        return after, Step(self._observe(after), reward, never, ended, final, ~never, outcome)
 
-    def _observe(self) -> Tensor:
-        return torch.stack((self._pnl, torch.full_like(self._pnl, 1 - self._time / self.steps)), dim=1)
-
-    def _noise(self) -> Tensor:
-        noise = torch.randn(self.num_envs, generator=self._generator)
+    def draw(self) -> Tensor:
+        """Noise of one step, [N], with standard deviation 1."""
+        noise = torch.randn(self.num_envs, generator=self.generator)
         if self.freedom is None:
             return noise
-        squares: Tensor = torch.randn(self.freedom, self.num_envs, generator=self._generator).square().mean(0)
+        squares: Tensor = torch.randn(self.freedom, self.num_envs, generator=self.generator).square().mean(0)
         return noise * ((1 - 2 / self.freedom) / squares).sqrt()
+
+    def _fresh(self) -> BetsState:
+        return BetsState(torch.zeros(self.num_envs), torch.zeros((), dtype=torch.int64))
+
+    def _observe(self, state: BetsState) -> Tensor:
+        return torch.stack((state.pnl, (1 - state.time / self.steps).expand_as(state.pnl)), dim=1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """P&L, time and the random stream."""
-        return {"pnl": self._pnl, "time": torch.tensor(self._time), "generator": self._generator.get_state()}
+        return {"pnl": self.state.pnl, "time": self.state.time, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from a saved state."""
-        self._pnl, self._time = state["pnl"], int(state["time"])
-        self._generator.set_state(state["generator"])
+        self.state = BetsState(state["pnl"], state["time"])
+        self.generator.set_state(state["generator"])
 
     def close(self) -> None:
         """Nothing to release."""

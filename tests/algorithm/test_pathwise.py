@@ -1,0 +1,470 @@
+"""Gradients through the market on the real learner: against differences, closed forms and the other learner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tailguard as tg
+from tailguard.algorithm.estimate import first_returns, look
+from tailguard.algorithm.nonfinite import NonFiniteError
+from tailguard.algorithm.pathwise import PathwiseLearner, detached, discounts
+from tailguard.algorithm.rollout import act_and_step, collect
+from tailguard.algorithm.saving import capture, restore
+from tailguard.algorithm.update import critic_minibatch_loss
+from tailguard.data.panel import Panel
+from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.scaling import Scaler
+from tailguard.envs.tasks import BetsEnv, RecallEnv
+from tailguard.errors import ConfigError
+
+SMALL: dict[str, Any] = {"n_steps": 8, "minibatch_size": 64, "hidden": (6,), "lstm_size": 5, "quantiles": 8}
+BUDGET = tg.RiskConfig(limit=-0.01, alpha=0.5, window=40)
+
+
+@pytest.fixture(scope="module")
+def bars() -> tg.Bars:
+    return tg.make_market(1_500, seed=0, signal=8.0).bars
+
+
+def make_env(bars: Any, num_envs: int = 16, **options: Any) -> tg.TradingEnv:
+    settings: dict[str, Any] = {"episode_length": 32, "stagger": 8} | options
+    return tg.TradingEnv(bars, num_envs=num_envs, **settings)
+
+
+def make(bars: Any, risk: tg.RiskConfig | None = None, env: dict[str, Any] | None = None, **options: Any) -> Any:
+    return PathwiseLearner(make_env(bars, **(env or {})), risk=risk, **(SMALL | options))
+
+
+def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
+    """A window as the learner sees it, before anything has moved: traced rollout, views, scaled successors, noise."""
+    learner.state.carry = learner._begin()
+    start, env_state = learner.state.carry, learner.env.state  # type: ignore[attr-defined]
+    noise = learner._noise()
+    traced = learner._collect(noise)
+    learner.state.carry, learner.env.state = start, env_state  # type: ignore[attr-defined]
+    rollout = detached(traced)
+    learner.return_moments.update(first_returns(rollout, learner.config.gamma), rollout.valid)
+    final_obs = rollout.scale(rollout.final_obs).requires_grad_()
+    views, _ = look(learner.agent, rollout, learner.return_moments, learner.config.estimates, final_obs)
+    return traced, views, final_obs, noise
+
+
+# --- the gradient is that of what the account earns ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def replayed(learner: PathwiseLearner, worth: Any) -> float:
+    """The objective of the window that starts where the learner stands, without gradients, in the same market."""
+    env, carry = learner.env, learner.state.carry
+    assert isinstance(env, tg.TradingEnv)
+    assert carry is not None
+    kept, stream = env.state, env.generator.get_state()
+    noise = torch.zeros(learner.config.n_steps, env.num_envs, 1)
+    rollout, _ = collect(
+        learner.agent, env, carry, learner._observation_scale(), learner.config.n_steps, learner.generator,
+        act_and_step, noise=noise,
+    )  # fmt: skip
+    env.state = kept
+    env.generator.set_state(stream)
+    earned = (discounts(rollout.ended, learner.config.gamma) * rollout.rewards).double().sum(0).mean()
+    return float(earned + worth(rollout))
+
+
+def nothing_to_come(_: Any) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize("n_steps", [1, 8, 32])
+def test_the_policys_gradient_is_that_of_finite_differences(bars: tg.Bars, n_steps: int) -> None:
+    """With respect to the last layer's bias and to a recurrent weight, through costs, positions, account and memory."""
+    learner = make(bars, n_steps=n_steps, critic_epochs=0, env={"num_envs": 64, "dtype": torch.float64})
+    torch.manual_seed(1)
+    for parameter in learner.agent.trunks[0].parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    learner.agent.action_head.linear.weight.data += 0.3 * torch.randn_like(learner.agent.action_head.linear.weight)
+    learner.agent.action_head.linear.bias.data.fill_(0.4)
+    learner.state.carry = learner._begin()
+    env_state, stream = learner.env.state, learner.env.generator.get_state()
+    traced = learner._collect(learner._noise())
+    learner.env.generator.set_state(stream)
+    learner.env.state, learner.state.carry = env_state, learner._begin()
+    learner.env.generator.set_state(stream)
+    learner.env.state = env_state
+    objective, _ = learner._objective(traced, (), torch.zeros(0))
+    bias, recurrent = learner.agent.action_head.linear.bias, learner.agent.trunks[0].memory.cells[0].weight_hh
+    for parameter, index in ((bias, (0,)), (recurrent, (7, 2))):
+        (found,) = torch.autograd.grad(objective, parameter, retain_graph=True)
+        step, sides = 2e-3, []
+        for sign in (1, -1):
+            parameter.data[index] += sign * step
+            sides.append(replayed(learner, nothing_to_come))
+            parameter.data[index] -= sign * step
+        expected = (sides[0] - sides[1]) / (2 * step)
+        if n_steps == 1 and parameter is recurrent:
+            assert float(found[index]) == pytest.approx(expected, abs=1e-9)  # an empty memory has nothing to weigh
+            continue
+        assert abs(expected) > 1e-7
+        assert float(found[index]) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(bars: tg.Bars) -> None:
+    """A linear critic of our own making: V = 3·(scaled weight) − 2·(scaled P&L). Its slope must be in the gradient,
+    discounted by the length of the window, and nothing of it in the critic's."""
+    learner = make(bars, n_steps=4, memory="none", hidden=(), critic="scalar", env={"num_envs": 32})
+    head = learner.agent.critics[0].value.layer
+    names = learner.env.task.observation_names
+    head.weight.data.zero_()
+    head.bias.data.fill_(0.5)
+    head.weight.data[0, names.index("weight")] = 3.0
+    head.weight.data[0, names.index("pnl")] = -2.0
+    learner.observation_moments.update(torch.randn(64, len(names), generator=torch.Generator().manual_seed(0)))
+    traced, views, final_obs, _ = window(learner)
+    learner.return_moments.mean.fill_(0.0)
+    learner.return_moments.std.fill_(1.0)
+    views, _ = look(learner.agent, detached(traced), learner.return_moments, learner.config.estimates, final_obs)
+    objective, figures = learner._objective(traced, views, final_obs)
+    scale = learner._observation_scale()
+    bias = learner.agent.action_head.linear.bias
+    earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
+    last = scale(traced.final_obs[-1])
+    value = 3.0 * last[:, names.index("weight")] - 2.0 * last[:, names.index("pnl")] + 0.5
+    expected = earned + 0.99**4 * value.mean()
+    assert float(figures["pathwise/earned"] + figures["pathwise/to_come"]) == pytest.approx(
+        float(expected.detach()), rel=1e-5
+    )
+    (wanted,) = torch.autograd.grad(expected, bias, retain_graph=True)
+    (without,) = torch.autograd.grad(earned, bias, retain_graph=True)
+    (found,) = torch.autograd.grad(objective, bias, retain_graph=True)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-4)
+    assert abs(float(wanted) - float(without)) > 0.1 * abs(float(wanted))
+    reached = torch.autograd.grad(objective, list(learner.agent.critics.parameters()), allow_unused=True)
+    assert all(gradient is None for gradient in reached)
+
+
+def test_discounts_begin_anew_with_each_episode() -> None:
+    ended = torch.tensor([[0, 0], [1, 0], [0, 0], [0, 1], [0, 0]]).bool()
+    expected = torch.tensor([[1, 1], [0.9, 0.9], [1, 0.81], [0.9, 0.729], [0.81, 1]])
+    torch.testing.assert_close(discounts(ended, 0.9), expected)
+
+
+def test_no_reward_reaches_an_action_of_the_episode_before(bars: tg.Bars) -> None:
+    """Episodes of 4 bars in a window of 8: what is earned after the end has no slope in the actions before it."""
+    learner = make(bars, critic_epochs=0, env={"episode_length": 4, "stagger": None})
+    learner.state.carry = learner._begin()
+    noise = learner._noise()
+    traced = learner._collect(noise)
+    assert traced.ended[3].all()
+    (slopes,) = torch.autograd.grad(traced.rewards[4:].sum(), noise)
+    assert (slopes[:4] == 0).all()
+    assert (slopes[4:] != 0).any()
+
+
+# --- who gets a gradient ---------------------------------------------------------------------------------------------
+
+
+def groups_of(learner: PathwiseLearner) -> dict[str, list[Tensor]]:
+    agent = learner.agent
+    found = {f"trunk {index}": list(trunk.parameters()) for index, trunk in enumerate(agent.each_trunk())}
+    found["mean"] = list(agent.action_head.linear.parameters())
+    found["deviation"] = [agent.action_head.free_log_std]  # type: ignore[list-item]
+    for index, critic in enumerate(agent.each_critic()):
+        found[f"critic {index}"] = list(critic.parameters())
+    return found
+
+
+def reached(learner: PathwiseLearner, term: Tensor) -> set[str]:
+    groups = groups_of(learner)
+    flat = [parameter for group in groups.values() for parameter in group]
+    gradients = dict(
+        zip(map(id, flat), torch.autograd.grad(term, flat, retain_graph=True, allow_unused=True), strict=True)
+    )
+    moved = {id(one) for one in flat if gradients[id(one)] is not None and bool((gradients[id(one)] != 0).any())}
+    return {name for name, group in groups.items() if any(id(one) in moved for one in group)}
+
+
+@pytest.mark.parametrize("memory", ["separate", "shared", "none"])
+@pytest.mark.parametrize("critic", ["quantile", "categorical", "scalar"])
+def test_every_term_reaches_exactly_its_parts(bars: tg.Bars, memory: str, critic: str) -> None:
+    options: dict[str, Any] = {"memory": memory, "critic": critic, "twin_critics": True}
+    learner = make(bars, tg.RiskConfig(penalty=2.0, alpha=0.5, window=40), **options)
+    for _ in range(3):
+        learner.iterate()
+    traced, views, final_obs, _ = window(learner)
+    earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
+    assert learner.risk is not None
+    cost = learner.risk.costs(traced)[0].sum(0).mean()
+    objective, _ = learner._objective(traced, views, final_obs)
+    policy = {"trunk 0", "mean"}
+    assert reached(learner, earned) == policy
+    assert reached(learner, cost) == policy
+    assert reached(learner, objective) == policy
+    learner.iterate()
+    batch = learner._learn_policy().prepared.batch
+    batch = batch if memory != "none" else batch.rows_as_sequences()
+    found = critic_minibatch_loss(learner.agent, batch, learner.config, batch.weights.sum())
+    trunk = "trunk 0" if memory == "shared" else "trunk 1"
+    for term in found.terms.values():
+        assert reached(learner, term) == {trunk, "critic 0", "critic 1"}
+    assert set(found.terms) == ({"value"} if critic == "scalar" else {"value", "distribution"})
+
+
+def test_noise_and_entropy_reach_the_deviation_only_where_the_policy_is_stochastic(bars: tg.Bars) -> None:
+    def gradients(stochastic: bool) -> tuple[Tensor, Tensor]:
+        learner = make(bars, stochastic=stochastic, critic_epochs=0)
+        learner.state.carry = learner._begin()
+        traced, head = learner._collect(learner._noise()), learner.agent.action_head
+        of_rewards, of_entropy = (
+            torch.autograd.grad(term, head.free_log_std, retain_graph=True)[0]
+            for term in (traced.rewards.sum(), head.entropy(traced.parameters).sum())
+        )
+        return of_rewards, of_entropy
+
+    assert float(gradients(stochastic=False)[0].abs().sum()) == 0.0
+    assert all(float(found.abs().sum()) > 0.0 for found in gradients(stochastic=True))
+
+
+def test_a_deterministic_policys_window_is_the_one_that_predict_would_trade(bars: tg.Bars) -> None:
+    learner = make(bars)
+    learner.iterate()
+    learner.state.carry = learner._begin()
+    obs, env_state = learner.state.carry.obs, learner.env.state
+    traced = detached(learner._collect(learner._noise()))
+    actions, _ = learner.predict(obs.numpy(), episode_start=np.ones(16, bool), deterministic=True)
+    target, _ = learner.env.task.decide(torch.as_tensor(actions), env_state)
+    state, _ = learner.env.task.advance(env_state, target)
+    torch.testing.assert_close(traced.outcome["weights"][0], state.market.weights, rtol=1e-6, atol=1e-7)
+
+
+# --- the budget ------------------------------------------------------------------------------------------------------
+
+
+def test_whole_episodes_have_the_tails_exact_gradient() -> None:
+    """R = w(μ + σZ): dES/dw = −μ + σ·φ(z_α)/α = 0.36254 for μ .05, σ .2, α .05."""
+    env = BetsEnv(400_000)
+    learner = PathwiseLearner(
+        env, risk=tg.RiskConfig(penalty=1.0, alpha=0.05, window=400_000), n_steps=1, critic_epochs=0, memory="none",
+        hidden=(), critic="scalar", normalise_observations=False,
+    )  # fmt: skip
+    learner.iterate()  # ν must be that of the present weight
+    learner.agent.action_head.linear.weight.data.zero_()
+    learner.agent.action_head.linear.bias.data.fill_(-0.1)
+    learner.agent.requires_grad_()
+    for _ in range(2):
+        learner.state.carry = learner._begin()
+        traced = learner._collect(learner._noise())
+        assert learner.risk is not None
+        costs, _ = learner.risk.costs(traced)
+    slope_of_weight = 3.0 * (1 - np.tanh(-0.1) ** 2)  # the box is −1 to 5
+    (found,) = torch.autograd.grad(costs.sum(0).mean(), learner.agent.action_head.linear.bias)
+    # The cost is (L − ν)₊/α in units of the limit, 1 here. ES = ν + E[(L − ν)₊]/α is flat in ν at the VaR, so its slope
+    # in w is that of the cost.
+    assert float(found) / slope_of_weight == pytest.approx(0.36254, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
+    """Limit .25, μ .05, σ .2, α .05: w* = .68957, λ* = .13791; 100 updates of 4,096 episodes."""
+    env = BetsEnv(4096)
+    learner = PathwiseLearner(
+        env, n_steps=1, critic_epochs=0, memory="none", hidden=(), critic="scalar", seed=seed,
+        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=2.0, ki=0.05),
+        learning_rate="exponential:0.1:0.002",
+    )  # fmt: skip
+    weights, multipliers = [], []
+
+    def note(*_: Any) -> bool:
+        action, _state = learner.predict(env.reset()[:1].numpy(), deterministic=True)
+        weights.append(float(action[0, 0]))
+        multipliers.append(learner.metrics["risk/lambda"])
+        return True
+
+    for update in range(100):
+        learner.state.progress = update / 100
+        learner.metrics = learner.iterate()
+        note()
+    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.04)
+    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.1)
+
+
+@pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
+def test_a_budget_changes_the_step_and_a_kept_one_does_not(bars: tg.Bars, measure: Any) -> None:
+    def weights(risk: tg.RiskConfig | None) -> dict[str, Tensor]:
+        learner = make(bars, risk, env={"num_envs": 32})
+        for _ in range(8):
+            learner.iterate()
+        return learner.agent.state_dict()
+
+    free = weights(None)
+    loose = weights(tg.RiskConfig(limit=-0.99, alpha=0.5, window=40, measure=measure))
+    tight = weights(tg.RiskConfig(limit=-1e-6, alpha=0.5, window=40, measure=measure))
+    assert all(torch.equal(free[name], loose[name]) for name in free)
+    assert not torch.equal(free["action_head.linear.weight"], tight["action_head.linear.weight"])
+
+
+# --- what it learns --------------------------------------------------------------------------------------------------
+
+
+def test_it_learns_the_planted_market_in_sixty_updates() -> None:
+    """Half a million bars of experience would be PPO's minimum; here 60 windows of 16 bars for 128 accounts."""
+    features = ("return_24", "range_volatility_24", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24")
+    train = prepare(tg.make_market(12_000, seed=5, signal=8.0).bars, features)
+    market = tg.make_market(6_000, seed=105, signal=8.0)
+    learner = PathwiseLearner(
+        tg.TradingEnv(train, num_envs=128, stagger=16), hidden=(32,), lstm_size=32, critic="scalar", seed=0
+    )
+    for _ in range(60):
+        learner.iterate()
+    found = tg.backtest(learner, market.bars)
+    config = tg.MarketConfig()
+    weights = market.oracle_weights(config.fee + config.half_spread, config.leverage, config.funding_rate)
+    best = tg.backtest(weights, market.bars)
+    share = np.log(found.equity[-1]) / np.log(best.equity[-1])
+    assert share > 0.35, share
+
+
+def slow_fills() -> PreparedBars:
+    """+0.1 % an hour, −4 % every noon: longs lose. Orders fill 5 % of the way a bar, so positions turn slowly."""
+    rows = 24 * 200
+    time = 1_609_459_200_000 + 3_600_000 * np.arange(rows, dtype=np.int64)
+    move = np.where(np.arange(rows) % 24 == 12, -0.04, 0.001)
+    close = 100 * np.cumprod(1 + move)
+    opened = np.concatenate([[100.0], close[:-1]])
+    column = {name: value.reshape(-1, 1) for name, value in {
+        "open": opened, "close": close, "high": np.maximum(opened, close), "low": np.minimum(opened, close),
+    }.items()}  # fmt: skip
+    panel = Panel(
+        time=time, **column, volume=0.5 * 100_000 / column["open"], segment=np.zeros(rows, np.int32),
+        tradeable=np.ones(rows, bool), symbols=("SLOW",), frequency_ms=3_600_000,
+    )  # fmt: skip
+    names = ("nothing",)
+    return PreparedBars(
+        panel, np.zeros((rows, 1), np.float32), names, np.ones(rows, bool),
+        Scaler(names, ("none",), np.zeros(1), np.ones(1)),
+    )  # fmt: skip
+
+
+def test_where_orders_fill_slowly_the_sign_is_right() -> None:
+    """A position that takes twenty bars to build must be judged by what it earns then, not by the next bar."""
+    market = tg.MarketConfig(participation=0.1, impact=0.0, fee=0.0, half_spread=0.0, funding_rate=0.0)
+    env = tg.TradingEnv(slow_fills(), market, num_envs=128, episode_length=96, stagger=32)
+    learner = PathwiseLearner(env, n_steps=32, hidden=(8,), lstm_size=8, critic="scalar", seed=0)
+    for _ in range(60):
+        metrics = learner.iterate()
+    weights = learner.snapshot.rollout.outcome["weights"]  # type: ignore[union-attr]
+    assert float(weights.mean()) < -0.5
+    assert metrics["rollout/ep_pnl_mean"] > 0.05
+
+
+# --- exactness, saving and the other learner -------------------------------------------------------------------------
+
+
+def test_a_loaded_agent_predicts_and_goes_on(bars: tg.Bars, tmp_path: Path) -> None:
+    learner = make(bars, BUDGET)
+    learner.learn(3 * 8 * 16)
+    learner.save(tmp_path / "agent")
+    loaded = PathwiseLearner.load(tmp_path / "agent", env=make_env(bars))
+    assert isinstance(loaded, PathwiseLearner)
+    assert loaded.config == learner.config
+    obs = make_env(bars).reset(seed=9).numpy()
+    for mine, theirs in zip(learner.predict(obs, deterministic=True), loaded.predict(obs, deterministic=True),
+                            strict=True):  # fmt: skip
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    loaded.learn(8 * 16)
+    assert loaded.metrics["train/n_updates"] > 0
+
+
+@pytest.mark.parametrize("first", ["pathwise", "ppo"])
+def test_one_learner_goes_on_from_the_other(bars: tg.Bars, tmp_path: Path, first: str) -> None:
+    kinds = {"pathwise": PathwiseLearner, "ppo": tg.DistributionalPPO}
+    second = "ppo" if first == "pathwise" else "pathwise"
+    learner = kinds[first](make_env(bars), **SMALL)
+    learner.learn(2 * 8 * 16)
+    learner.save(tmp_path / "agent")
+    other = kinds[second].load(tmp_path / "agent", env=make_env(bars))
+    assert isinstance(other, kinds[second])
+    assert other.config.network == learner.config.network
+    obs = make_env(bars).reset(seed=9).numpy()
+    np.testing.assert_array_equal(
+        learner.predict(obs, deterministic=True)[0], other.predict(obs, deterministic=True)[0]
+    )
+    before = {name: value.clone() for name, value in other.agent.state_dict().items()}
+    other.learn(other.config.n_steps * 16)
+    assert any(not torch.equal(value, other.agent.state_dict()[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("risk", [None, BUDGET])
+def test_a_captured_learner_goes_on_bit_by_bit(bars: tg.Bars, risk: tg.RiskConfig | None) -> None:
+    learner = make(bars, risk, stochastic=True, twin_critics=True)
+    for _ in range(3):
+        learner.iterate()
+    kept = capture(learner)
+    other = make(bars, risk, stochastic=True, twin_critics=True)
+    restore(other, _copied(kept), "here", episodes=True)
+    for _ in range(3):
+        learner.iterate()
+        other.iterate()
+    for name, value in learner.agent.state_dict().items():
+        assert torch.equal(value, other.agent.state_dict()[name]), name
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return state.clone() if isinstance(state, Tensor) else state
+
+
+def test_two_runs_of_one_seed_are_the_same_and_two_seeds_are_not(bars: tg.Bars) -> None:
+    def weights(seed: int) -> Tensor:
+        learner = PathwiseLearner(make_env(bars), seed=seed, **SMALL)
+        for _ in range(3):
+            learner.iterate()
+        return learner.agent.action_head.linear.weight.detach()
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def test_environments_without_a_gradient_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"differentiable.*DistributionalPPO"):
+        PathwiseLearner(gymnasium.make("Pendulum-v1"))
+    with pytest.raises(ConfigError, match=r"discrete.*DistributionalPPO"):
+        PathwiseLearner(RecallEnv(4))
+
+
+def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
+    with pytest.raises(ConfigError, match=r"pathwise.entropy_coef.*stochastic"):
+        make(bars, entropy_coef=0.01)
+    with pytest.raises(ConfigError, match="no such setting"):
+        make(bars, clip_range=0.2)
+
+
+def test_whole_episodes_are_one_setting(bars: tg.Bars) -> None:
+    learner = make(bars, n_steps=0)
+    assert learner.config.n_steps == 32
+    learner.iterate()
+    assert learner.num_timesteps == 32 * 16
+
+
+def test_a_window_that_is_not_finite_stops_the_run_or_is_left_out(bars: tg.Bars) -> None:
+    for choice in ("stop", "skip"):
+        learner = make(bars, on_nonfinite=choice)
+        learner.iterate()
+        before = {name: value.clone() for name, value in learner.agent.state_dict().items()}
+        learner.agent.action_head.linear.bias.data.fill_(torch.nan)
+        if choice == "stop":
+            with pytest.raises(NonFiniteError):
+                learner.iterate()
+            continue
+        learner.iterate()
+        learner.agent.load_state_dict(before)
+        assert learner.state.skipped >= 1
