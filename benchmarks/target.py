@@ -105,6 +105,9 @@ CLIPPED: dict[str, Any] = {"squash": False, "log_std_init": 0.0}
 SHORT = Shape(256, 16, 1_024)
 """Short sequences: an update takes time in proportion to their length, so there are more updates a second."""
 
+WINDOWS = Shape(256, 16, 4_096)
+"""Windows of the learner that goes through the market: its defaults."""
+
 Contender = Callable[[Task, int], tuple[Learner, Shape]]
 
 
@@ -123,9 +126,15 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
         env = trading_env(task.prepared, shape.envs, stagger=64)
         return PlainPPO(env, shape, seed=seed, learning_rate=learning_rate, reward_scale=REWARD_SCALE), shape
 
+    def through_the_market(task: Task, seed: int, shape: Shape = WINDOWS, **options: Any) -> tuple[Learner, Shape]:
+        env = trading_env(task.prepared, shape.envs, stagger=shape.steps)
+        return tg.PathwiseLearner(env, n_steps=shape.steps, minibatch_size=shape.minibatch, seed=seed, **options), shape
+
     return {
         f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
-        f"Tailguard's defaults, {DEFAULTS}": own,
+        f"Tailguard's PPO, {DEFAULTS}": own,
+        f"Tailguard, through the market, {WINDOWS}": through_the_market,
+        "Tailguard, through the market, no critics": partial(through_the_market, critic_epochs=0),
         f"Tailguard, in hindsight, {DEFAULTS}": partial(own, advantages="hindsight"),
         f"Tailguard, in hindsight, {SHORT}": partial(own, shape=SHORT, advantages="hindsight"),
         f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),

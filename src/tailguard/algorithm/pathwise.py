@@ -58,6 +58,7 @@ class PathwiseLearner(Learner):
 
     kind: ClassVar[str] = "pathwise"
     config: PathwiseConfig
+    updates: CriticUpdates
 
     def __init__(
         self,
@@ -211,14 +212,9 @@ class PathwiseLearner(Learner):
             figures["train/entropy_coef"] = self.entropy_coef
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        measured = self.updates.measure_gradient()
-        if measured is None:
-            self.state.skipped += 1
-        else:
-            self.updates.step(measured["train/grad_norm"])
-            figures |= {"pathwise/loss": loss.detach(), "pathwise/grad_norm": measured["train/grad_norm"]}
+        self.updates.move_policy()
         self.optimizer.zero_grad(set_to_none=True)
-        return figures | _through_time(rollout, noise)
+        return figures | {"pathwise/loss": loss.detach()} | _through_time(rollout, noise)
 
 
 @dataclass(frozen=True)

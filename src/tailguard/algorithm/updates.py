@@ -230,13 +230,31 @@ class PolicyUpdates(Updates):
 
 
 class CriticUpdates(Updates):
-    """The critics' updates of a learner that moves its policy by other means."""
+    """The updates of a learner that moves its policy by one step a window, and its critics by minibatches."""
 
     learner: PathwiseLearner
+
+    def __init__(self, learner: PathwiseLearner) -> None:
+        super().__init__(learner)
+        self.policy = Tally(self.device)
+        """Figures of the policy's own step."""
 
     @property
     def epochs(self) -> int:
         return self.learner.config.critic_epochs
+
+    def begin(self) -> None:
+        super().begin()
+        self.policy.clear()
+
+    def move_policy(self) -> None:
+        """One optimiser step along the gradient that stands in the network, unless it must not be applied."""
+        figures = self.measure_gradient()
+        if figures is None:
+            self.learner.state.skipped += 1
+            return
+        self.step(figures["train/grad_norm"])
+        self.policy.add(figures)
 
     def loss(self, batch: Batch, total_weight: Tensor, inner_resets: bool | None) -> MinibatchLoss:
         learner = self.learner
@@ -248,3 +266,24 @@ class CriticUpdates(Updates):
             inner_resets,
             learner.runtime.compiled(loss_of_critic_features),
         )
+
+    def figures(self) -> dict[str, Tensor]:
+        """Of the policy's step and of the critics' minibatches; a part that both move has both their gradients."""
+        policy, figures = self.policy.means(), super().figures()
+        figures["train/n_updates"] = self.tally.count + self.policy.count
+        for name in ("train/grad_norm", "train/grad_norm_clipped"):
+            if name in figures:
+                figures[name.replace("train/", "critic/")] = figures.pop(name)
+        groups = self.gradient_norms.named(policy.pop(GROUPS)) if GROUPS in policy else {}
+        for name, norm in groups.items():
+            if name in figures:
+                figures[name] = torch.hypot(figures[name], norm)
+            elif not name.startswith(("critic/", "lstm/critic", "train/grad_norm_critic")):
+                figures[name] = norm  # without epochs of their own the critics do not learn, and have no gradient
+        if "critic/grad_ratio" in figures:
+            figures["critic/grad_ratio"] = self._critic_ratio(figures)
+        return figures | policy
+
+    def _critic_ratio(self, figures: dict[str, Tensor]) -> Tensor:
+        pair = torch.stack([figures["critic/grad_norm_1"], figures["critic/grad_norm_2"]])
+        return pair.max() / pair.min().clamp(min=1e-30)
