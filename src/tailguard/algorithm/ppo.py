@@ -39,6 +39,7 @@ from tailguard.errors import ConfigError
 from tailguard.memory import keep_freed_memory
 from tailguard.models.actions import GaussianHead
 from tailguard.models.agent import ActorCritic
+from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
@@ -426,6 +427,15 @@ class DistributionalPPO:
         action = self.inputs.decode(head.to_env(raw))
         after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
         return (action[0] if single else action), after
+
+    def inference_policy(self) -> StepPolicy:
+        """The deterministic policy for one environment, step by step: the actions of `predict`, bit for bit, faster.
+
+        It has a memory of its own and the weights and statistics of now; make a new one after further training.
+        """
+        if type(self).predict is not DistributionalPPO.predict:
+            return PredictPolicy(self)  # a subclass decides in its own way
+        return InferencePolicy(self.agent, self._observation_scale())
 
     def get_env(self) -> VectorEnv:
         """The environment the agent trains on."""

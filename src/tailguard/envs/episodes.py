@@ -6,7 +6,7 @@ Training, the Gymnasium environments and backtests all go through here, so they 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ class EpisodeState:
     """Largest equity since then, [N]."""
     age: Tensor
     """Bars traded since then, [N] int64."""
+
+
+Amount = TypeVar("Amount", float, Tensor)
+
+
+def account_fields(
+    equity: Amount, start_equity: Amount, peak_equity: Amount, age: Amount, episode_length: int
+) -> tuple[Amount, Amount, Amount]:
+    """`ACCOUNT_FIELDS`, of many accounts as tensors or of one as plain numbers."""
+    return equity / start_equity - 1, equity / peak_equity - 1, 1 - age / episode_length
 
 
 def where(condition: Tensor, chosen: EpisodeState, other: EpisodeState) -> EpisodeState:
@@ -80,13 +90,9 @@ class TradingTask:
     def observe(self, state: EpisodeState) -> Tensor:
         """What the agent sees once the current bar has closed, [N, O] float32."""
         equity = state.market.equity
+        age = state.age.to(equity.dtype)
         account = torch.stack(
-            (
-                equity / state.start_equity - 1,
-                equity / state.peak_equity - 1,
-                1 - state.age.to(equity.dtype) / self.episode_length,
-            ),
-            dim=1,
+            account_fields(equity, state.start_equity, state.peak_equity, age, self.episode_length), dim=1
         )
         known = self.features.index_select(0, state.market.row)
         return torch.cat((known, state.market.weights.to(known.dtype), account.to(known.dtype)), dim=1)
