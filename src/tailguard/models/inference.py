@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tailguard.models.actions import GaussianHead
@@ -33,7 +34,7 @@ class InferencePolicy:
     """
 
     def __init__(self, network: ActorCritic, scale: Callable[[Tensor], Tensor]) -> None:
-        self.network, self.scale = network, scale
+        self.network, self.scale, self.head = network, scale, network.action_head
         trunk = network.each_trunk()[0]
         self.device = next(network.parameters()).device
         self._start = torch.ones(1, dtype=torch.bool, device=self.device)
@@ -41,9 +42,9 @@ class InferencePolicy:
         self._cells = trunk.memory.cell_weights() if isinstance(trunk.memory, LSTMMemory) else []
         self._states: list[tuple[Tensor, Tensor]] = []
         self._direct = self.device.type == "cpu" and not is_narrow(trunk.precision, self.device)
-        # `forward` itself: a module's call looks for hooks first, which costs as much as a small layer.
-        self._layers = [layer.forward for layer in trunk.encoder.layers if isinstance(layer, nn.Module)]
-        self._head: Callable[[Tensor], Tensor] = network.action_head.linear.forward
+        self._layers = [_direct(layer) for layer in trunk.encoder.layers]
+        self._head = _direct(self.head.linear)
+        self._gaussian = isinstance(self.head, GaussianHead)
 
     def __call__(self, observation: Tensor, reset: bool) -> Tensor:
         if not self._direct:
@@ -57,9 +58,9 @@ class InferencePolicy:
         for index, weights in enumerate(self._cells):
             x, cell = torch.lstm_cell(x, self._states[index], *weights)
             self._states[index] = x, cell
-        head, output = self.network.action_head, self._head(x)
+        head, output = self.head, self._head(x)
         # A Gaussian's mean comes first, with or without a standard deviation of the state behind it.
-        raw = output[:, : head.raw_size] if isinstance(head, GaussianHead) else head.mode(output)
+        raw = output[:, : head.raw_size] if self._gaussian else head.mode(output)
         return head.to_env(raw)
 
     def _by_network(self, observation: Tensor, reset: bool) -> Tensor:
@@ -67,8 +68,16 @@ class InferencePolicy:
         start = self._start if reset else ~self._start
         rows = self.scale(observation.to(self.device))
         parameters, self._memory = self.network.act(rows, self._memory, start)
-        head = self.network.action_head
-        return head.to_env(head.mode(parameters)).cpu()
+        return self.head.to_env(self.head.mode(parameters)).cpu()
+
+
+def _direct(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A layer as a plain function: a module looks for hooks and weights first, which costs as much as a small layer."""
+    if isinstance(layer, nn.Linear):
+        weight, bias = layer.weight, layer.bias
+        return lambda x: F.linear(x, weight, bias)
+    forward: Callable[[Tensor], Tensor] = layer.forward
+    return forward
 
 
 class PredictPolicy:

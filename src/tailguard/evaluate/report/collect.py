@@ -143,7 +143,7 @@ def collect(
         known = standing(results, budget or own_budget(run.config), seed=seed, before_each=before_each)
     own = known.results[AGENT]
     before_each("validation")
-    validation = backtest(run.agent, run.split.validation)
+    validation = backtest(run.agent, run.split.validation, progress_bar=False)
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
