@@ -263,3 +263,25 @@ def test_a_spec_survives_json(agent) -> None:
     assert again.to_dict() == spec.to_dict()
     assert again.scaler.digest() == spec.scaler.digest()
     assert again.market == spec.market
+
+
+def test_a_result_is_short_in_a_notebook_and_can_be_plotted(bars) -> None:
+    result = tg.backtest(np.random.default_rng(1).uniform(-1, 1, (len(bars), 1)), bars)
+    line, table = repr(result), result._repr_html_()
+    gain = f"{100 * (result.equity[-1] - 1):+.1f} %"
+    assert gain in line
+    assert gain in table
+    assert "1,199" in line
+    assert len(line) < 300
+    assert "<script" not in replace(result, symbols=("<script>",))._repr_html_()
+    chart = result.plot()
+    equity, falls = (np.array(trace.y) for trace in chart.data)
+    np.testing.assert_allclose(equity, result.equity)
+    np.testing.assert_allclose(falls, 100 * (result.equity / np.maximum.accumulate(result.equity) - 1))
+
+
+def test_an_agent_is_short_in_a_notebook(agent) -> None:
+    for shown in (repr(agent), agent._repr_html_()):
+        assert "LSTM 16 × 1" in shown
+        assert "128" in shown
+        assert len(shown) < 1_000

@@ -23,9 +23,11 @@ from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.market.simulator import COST_KINDS
 from tailguard.models.inference import PredictPolicy, StepPolicy
 from tailguard.monitor.progress import DelayedBar
+from tailguard.monitor.summary import html_table, one_line
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
     import polars
 
     from tailguard.data.bars import Bars
@@ -55,7 +57,7 @@ class Agent(Protocol):
     ) -> tuple[Any, Any]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BacktestResult:
     """What happened, bar by bar. `T` bars were traded; all fractions are of the equity before the bar."""
 
@@ -102,6 +104,33 @@ class BacktestResult:
             "unfilled_per_day": float(self.unfilled.mean() * per_day),
             **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
         }
+
+    def __repr__(self) -> str:
+        return one_line("BacktestResult", self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table("Backtest", self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """What a notebook shows first; `metrics` has everything."""
+        first, last = (np.datetime64(int(moment), "ms").astype("datetime64[D]") for moment in self.time[[0, -1]])
+        figures = self.metrics
+        return {
+            "symbols": ", ".join(self.symbols),
+            "bars": f"{len(self.net):,}",
+            "period": f"{first} to {last}",
+            "return": f"{100 * (self.equity[-1] - 1):+.1f} %",
+            "sharpe": f"{figures['sharpe']:.2f}",
+            "max drawdown": f"{100 * figures['max_drawdown']:.1f} %",
+            "turnover/day": f"{figures['turnover_per_day']:.2f}",
+            **({"liquidated": "yes"} if self.liquidated else {}),
+        }
+
+    def plot(self) -> go.Figure:
+        """Equity and drawdown as a Plotly figure."""
+        from tailguard.evaluate.report.charts import equity_chart
+
+        return equity_chart({"equity": self}, falls=("equity",), hidden=())
 
     def frame(self) -> polars.DataFrame:
         """Everything as one table, a row a bar."""

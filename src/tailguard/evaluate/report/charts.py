@@ -63,7 +63,7 @@ def equity_chart(
                 showlegend=row == 1,
                 visible=visible,
                 line=line,
-                fill="tozeroy" if row == 2 and name == "agent" else None,
+                fill="tozeroy" if row == 2 and name == falls[0] else None,
                 fillcolor="rgba(0, 114, 178, 0.15)",
                 hovertemplate="%{y:.3f}" if row == 1 else "%{y:.1f} %",
                 row=row,
