@@ -174,7 +174,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.62, 0.38], vertical_spacing=0.05)
     shown = thin(price)
     chart.add_scatter(
-        x=when[shown], y=price[shown], name="price", line={"color": GREY, "width": 1.2}, hovertemplate="%{y:,.6~g}"
+        x=when[shown], y=price[shown], name="price", line={"color": GREY, "width": 1.6}, hovertemplate="%{y:,.6~g}"
     )
     change = np.diff(weight, prepend=0.0)
     largest = np.argsort(-np.abs(change))[:MARKED_TRADES]
@@ -198,7 +198,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
             y=100 * part[shown],
             name=name,
             fill="tozeroy",
-            line={"color": colour, "width": 0.5, "shape": "vh"},
+            line={"color": colour, "width": 1.5, "shape": "vh"},
             hovertemplate="%{y:.0f} %",
             row=2,
             col=1,
@@ -225,7 +225,7 @@ def activity_chart(result: BacktestResult) -> go.Figure:
             y=100 * values[kept],
             name=name,
             showlegend=False,
-            line={"color": BLUE, "width": 1.2},
+            line={"color": BLUE, "width": 1.8},
             fill="tozeroy",
             fillcolor="rgba(0, 114, 178, 0.2)",
             hovertemplate="%{y:.1f} %",
@@ -240,7 +240,7 @@ def activity_chart(result: BacktestResult) -> go.Figure:
             y=100 * total[rows],
             name=kind,
             stackgroup="costs" if (total >= 0).all() else None,
-            line={"color": PALETTE[position % len(PALETTE)], "width": 1},
+            line={"color": PALETTE[position % len(PALETTE)], "width": 1.5},
             hovertemplate="%{y:.2f} %",
             row=3,
             col=1,
