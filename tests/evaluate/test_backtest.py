@@ -185,7 +185,7 @@ class Deaf:
         self.spec = spec
         self.seen: list[np.ndarray] = []
 
-    def predict(self, observation, state=None, episode_start=None, deterministic=False):
+    def predict(self, observation, state=None, episode_start=None, deterministic=False):  # noqa: ARG002
         assert deterministic
         self.seen.append(observation[0].copy())
         return np.zeros((1, 1), np.float32), state

@@ -115,6 +115,7 @@ def test_hyperparameters_are_written_once_a_run_beside_the_curves_of_its_final_m
 ) -> None:
     agent = make_agent(seed=3, gamma=0.93)
     agent.learn(4 * STEPS, callback=TensorBoardWriter(tmp_path))
+    events, final = read_events(tmp_path), dict(agent.metrics)
     agent.learn(2 * STEPS, callback=TensorBoardWriter(tmp_path), reset_num_timesteps=False)
     found = hyperparameters_in(tmp_path)
     (experiment,), (start,) = found["experiment"], found["session_start_info"]
@@ -125,10 +126,9 @@ def test_hyperparameters_are_written_once_a_run_beside_the_curves_of_its_final_m
     assert settings["seed"].number_value == 3
     assert settings["network.twin_critics"].bool_value is False
     shown = [metric.name.tag for metric in experiment.experiment.metric_infos]
-    events = read_events(tmp_path)
     for tag in ("rollout/ep_rew_mean", "train/explained_variance"):
         assert tag in shown
-        assert events.Scalars(tag)[-1].value == pytest.approx(agent.metrics[tag], rel=1e-6)
+        assert events.Scalars(tag)[-1].value == pytest.approx(final[tag], rel=1e-6)
     # One run, no second folder for the same curves.
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     assert found["session_end_info"][-1].session_end_info.status == 1  # success

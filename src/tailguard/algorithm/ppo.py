@@ -45,7 +45,7 @@ from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
 from tailguard.monitor.metrics import Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
-from tailguard.monitor.summary import html_table, one_line
+from tailguard.monitor.summary import html_table, learner_facts, one_line
 from tailguard.returns import RunningMoments, normalise_advantages
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_count
@@ -143,25 +143,10 @@ class DistributionalPPO:
         self.set_hyper()
 
     def __repr__(self) -> str:
-        return one_line(type(self).__name__, self._facts())
+        return one_line(type(self).__name__, learner_facts(self))
 
     def _repr_html_(self) -> str:
-        return html_table(type(self).__name__, self._facts())
-
-    def _facts(self) -> dict[str, str]:
-        """What a notebook shows; `config` has everything."""
-        network, env = self.config.network, self.env
-        memory = "none" if network.memory == "none" else f"LSTM {network.lstm_size} × {network.lstm_layers}"
-        return {
-            "observation": str(env.observation_size),
-            "memory": memory,
-            "critic": network.critic,
-            "parameters": f"{sum(weight.numel() for weight in self.agent.parameters()):,}",
-            "envs": f"{env.num_envs:,}",
-            "device": str(self.device),
-            "timesteps": f"{self.num_timesteps:,}",
-            "risk budget": "none" if self.risk is None else "on",
-        }
+        return html_table(type(self).__name__, learner_facts(self))
 
     @property
     def spec(self) -> TradingSpec | None:

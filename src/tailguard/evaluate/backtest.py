@@ -247,7 +247,9 @@ def _run(
                     waiting.append(asked)
                     target = waiting.popleft()
                 if shield is not None and any(target) and not np.isnan(target).any():
-                    equity, start = (torch.tensor([value], dtype=torch.float64) for value in (account.equity, window.start_equity))
+                    equity, start = (
+                        torch.tensor([value], dtype=torch.float64) for value in (account.equity, window.start_equity)
+                    )
                     weights, held_back = shield.apply(torch.tensor([target], dtype=torch.float64), equity, start)
                     target, course.shielded[done] = weights[0].tolist(), bool(held_back)
                 course.equity[done], course.weights[done], course.targets[done] = (

@@ -124,7 +124,8 @@ def _share(values: Float) -> Float:
     """Of each row's sum of sizes, [T, A]; in equal parts where there is none."""
     size = np.abs(values)
     total = size.sum(1, keepdims=True)
-    return np.divide(size, total, out=np.full_like(size, 1 / size.shape[1]), where=total > 0)
+    equal = np.full_like(size, 1 / size.shape[1])
+    return np.asarray(np.divide(size, total, out=equal, where=total > 0))
 
 
 def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]:

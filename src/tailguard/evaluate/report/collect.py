@@ -26,8 +26,8 @@ from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
-from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
 from tailguard.evaluate.trades import Trade, round_trips
+from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
 from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
 from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
 from tailguard.monitor.recording import STEP

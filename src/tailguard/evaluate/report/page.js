@@ -17,16 +17,17 @@
   function colours(printing) {
     const style = getComputedStyle(document.documentElement);
     const pick = (name, printed) => (printing ? printed : style.getPropertyValue(name).trim());
-    return { ink: pick("--ink", "#000000"), line: pick("--line", "#bbbbbb"), paper: pick("--paper", "#ffffff") };
+    return { ink: pick("--ink", "#000000"), line: pick("--line", "#bbbbbb"), paper: pick("--paper", "#ffffff"),
+             soft: pick("--soft", "#444444") };
   }
 
   // Colours of text, grid and hover labels, as flat attributes that a layout update takes.
   function dress(layout, printing) {
-    const { ink, line, paper } = colours(printing);
+    const { ink, line, paper, soft } = colours(printing);
     const update = {
       "font.color": ink, "font.family": "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif",
       "font.size": narrow() ? 11 : 12, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      "modebar.bgcolor": "rgba(0,0,0,0)", "modebar.color": line, "modebar.activecolor": ink,
+      "modebar.bgcolor": "rgba(0,0,0,0)", "modebar.color": soft, "modebar.activecolor": ink,
       "hoverlabel.bgcolor": paper, "hoverlabel.bordercolor": line,
     };
     for (const name of Object.keys(layout).filter((key) => /^[xy]axis\d*$/.test(key))) {

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -68,23 +69,29 @@ class Page:
             + "</tr>"
             for row in rows
         )
-        self.add(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+        self._put_table(head, body)
 
     def heatmap(
         self, headings: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]], *, caption: str = ""
     ) -> None:
-        """A table of signed fractions, shown in percent and shaded by size; the first column names the rows."""
+        """A table of signed fractions in percent, shaded by size; the last column is a total and has no shade."""
         rows = list(rows)
         if caption:
             self.paragraph(caption, "soft")
-        largest = max((abs(value) for _, values in rows for value in values if value is not None), default=0.0)
+        largest = max((abs(value) for _, values in rows for value in values[:-1] if value is not None), default=0.0)
         head = "".join(f'<th scope="col">{prose(text)}</th>' for text in headings)
         body = "".join(
-            f"<tr><td>{escape(name)}</td>{''.join(_shaded(value, largest) for value in values)}</tr>"
+            f"<tr><td>{escape(name)}</td>{''.join(_shaded(value, largest) for value in values[:-1])}"
+            f"{_shaded(values[-1], math.inf)}</tr>"
             for name, values in rows
         )
+        self._put_table(head, body, ' class="heatmap"')
+
+    def _put_table(self, head: str, body: str, attributes: str = "") -> None:
+        """A table that scrolls inside its box, by touch and by keyboard, where the page is narrower."""
         self.add(
-            f'<div class="wide"><table class="heatmap"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            f'<div class="wide" tabindex="0"><table{attributes}><thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
         )
 
     def download(self, name: str, text: str, label: str) -> None:

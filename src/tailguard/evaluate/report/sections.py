@@ -120,7 +120,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
 def _months(page: Page, evidence: Evidence) -> None:
     page.add("<h3>Month by month</h3>")
     page.heatmap(
-        ("year", *tables.MONTHS, "year's total"),
+        ("year", *tables.MONTHS, "total"),
         tables.month_rows(evidence.agent),
         caption="The agent's net returns by calendar month, UTC. The first and the last month may be traded in part.",
     )
@@ -182,7 +182,7 @@ def _risk(page: Page, evidence: Evidence) -> None:
     page.chart(
         charts.returns_chart(evidence.results, horizon, evidence.budget),
         f"{'Deepest falls from a high within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the "
-        "best of the worst windows, CVaR their mean.",
+        "threshold of the worst windows, CVaR the mean beyond it.",
     )
     rolling = charts.rolling_chart(evidence.results)
     if rolling is not None:
@@ -325,13 +325,15 @@ def _trades(page: Page, evidence: Evidence) -> None:
     held = float(np.median([trade.bars for trade in trades]))
     page.paragraph(
         f"{len(trades):,} round trips, {percent(gains / len(trades), sign=False)} of them with a gain, held for "
-        f"{tables.duration(held * bar)} in the median. A trade lasts while the position keeps its side; resizing does not "
-        "end it. P&L and costs are shares of the starting capital, and all trades together are the whole record."
+        f"{tables.duration(held * bar)} in the median. A trade lasts while the position keeps its side; resizing it "
+        "does not end it. P&L and costs are shares of the starting capital; all trades together are the whole record."
     )
     order = sorted(trades, key=lambda trade: trade.pnl)
     shown = min(SHOWN_TRADES, (len(trades) + 1) // 2)
     for title, chosen in (("Best", order[::-1][:shown]), ("Worst", order[:shown])):
-        page.table(tables.TRADE_HEADINGS, [tables.trade_row(trade, bar) for trade in chosen], caption=f"{title} trades.")
+        page.table(
+            tables.TRADE_HEADINGS, [tables.trade_row(trade, bar) for trade in chosen], caption=f"{title} trades."
+        )
     if len(trades) <= EMBEDDED_TRADES:
         page.download("trades.csv", tables.trades_csv(trades), f"Download all {len(trades):,} trades as CSV")
     else:

@@ -24,7 +24,7 @@ BY_NAME = {
     "planted optimum": (GREEN, "dash"),
     "moving-average cross": (PURPLE, "dot"),
     "volatility target": (VERMILLION, "dashdot"),
-    "random timing": (SKY, "solid"),
+    "random timing": (SKY, "longdash"),
     "flat": (GREY, "dot"),
 }
 

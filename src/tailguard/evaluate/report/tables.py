@@ -13,7 +13,7 @@ import numpy as np
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.periods import monthly_returns, worst_drawdowns, year_return
-from tailguard.evaluate.report.charts import close_times
+from tailguard.evaluate.report.charts import DAY_MS, close_times
 from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.table import percent
 from tailguard.evaluate.trades import Trade
@@ -21,6 +21,19 @@ from tailguard.sealed import replace_synced
 
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 TRADE_HEADINGS = ("entry", "exit", "symbol", "side", "held", "entry price", "exit price", "size", "costs", "net P&L")
+TRADE_COLUMNS = (
+    "entry_time",
+    "exit_time",
+    "symbol",
+    "side",
+    "bars",
+    "entry_price",
+    "exit_price",
+    "size",
+    "costs",
+    "pnl",
+    "return",
+)
 DRAWDOWN_HEADINGS = ("depth", "from", "trough", "recovered", "days below the high")
 
 
@@ -43,14 +56,13 @@ def trade_row(trade: Trade, bar: timedelta) -> tuple[str, ...]:
 def drawdown_rows(result: BacktestResult) -> list[tuple[str, ...]]:
     """Cells by `DRAWDOWN_HEADINGS`, the deepest fall first."""
     when = close_times(result)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for fall in worst_drawdowns(result.equity):
         last = len(when) - 1 if fall.recovery is None else fall.recovery
-        recovered = "not yet" if fall.recovery is None else moment(int(when[fall.recovery]))
-        days = (when[last] - when[fall.peak]) / 86_400_000
-        rows.append(
-            (percent(fall.depth), moment(int(when[fall.peak])), moment(int(when[fall.trough])), recovered, f"{days:,.1f}")
-        )
+        begun, trough, end = (int(when[place]) for place in (fall.peak, fall.trough, last))
+        recovered = "not yet" if fall.recovery is None else moment(end)
+        days = f"{(end - begun) / DAY_MS:,.1f}"
+        rows.append((percent(fall.depth), moment(begun), moment(trough), recovered, days))
     return rows
 
 
@@ -66,7 +78,7 @@ def month_rows(result: BacktestResult) -> list[tuple[str, list[float | None]]]:
 def trades_csv(trades: Sequence[Trade]) -> str:
     """Every trade, a row each; money in multiples of the starting capital, times in ISO 8601 UTC."""
     return csv_text(
-        ("entry_time", "exit_time", "symbol", "side", "bars", "entry_price", "exit_price", "size", "costs", "pnl", "return"),
+        TRADE_COLUMNS,
         (
             (
                 iso(trade.entry_time),
