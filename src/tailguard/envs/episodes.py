@@ -5,6 +5,7 @@ Training, the Gymnasium environments and backtests all go through here, so they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -109,6 +110,16 @@ class TradingTask:
         gross = action.abs()
         gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
         return action * (config.leverage / gross.clamp(min=1))
+
+    def weights_of_one(self, action: Sequence[float]) -> list[float]:
+        """`to_weights` of one account in plain numbers, [A]: a backtest asks for it at every bar."""
+        config = self.market.config
+        if not config.allow_short:
+            action = [max(share, 0.0) for share in action]
+        gross = sum([abs(share) for share in action])
+        # As a tensor divides a number: by its reciprocal.
+        factor = (1 / max(gross, 1.0)) * config.leverage
+        return [share * factor for share in action]
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
         """Target weights [N, A] for actions in this state, and where the shield held them back, [N] bool."""

@@ -62,7 +62,7 @@ class AgentDecider:
             ),
         )
         action = self.policy(self._observation, window.age == 0)
-        weights: list[float] = self.task.to_weights(action.to(self.task.market.dtype))[0].tolist()
+        weights = self.task.weights_of_one(action.tolist()[0])
         for weight in weights:
             if weight != weight:
                 raise TailguardError(
