@@ -130,7 +130,7 @@ class BacktestResult:
         """Equity and drawdown as a Plotly figure."""
         from tailguard.evaluate.report.charts import equity_chart
 
-        return equity_chart({"equity": self}, falls=("equity",), hidden=())
+        return equity_chart({"equity": self}, falls=("equity",), filled="equity")
 
     def frame(self) -> polars.DataFrame:
         """Everything as one table, a row a bar."""

@@ -45,8 +45,9 @@ def equity_chart(
     results: Mapping[str, BacktestResult],
     falls: Sequence[str] = ("agent", "buy & hold"),
     hidden: Sequence[str] = ("flat",),
+    filled: str = "agent",
 ) -> go.Figure:
-    """Equity of each policy and, below, how far `falls` were from the highest equity so far."""
+    """Equity of each policy and, below, how far `falls` were from the highest equity so far, one of them `filled`."""
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
     for position, (name, result) in enumerate(results.items()):
         line, when = line_of(name, position), close_times(result)
@@ -63,7 +64,7 @@ def equity_chart(
                 showlegend=row == 1,
                 visible=visible,
                 line=line,
-                fill="tozeroy" if row == 2 and name == falls[0] else None,
+                fill="tozeroy" if row == 2 and name == filled else None,
                 fillcolor="rgba(0, 114, 178, 0.15)",
                 hovertemplate="%{y:.3f}" if row == 1 else "%{y:.1f} %",
                 row=row,
