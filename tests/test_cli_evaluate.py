@@ -138,6 +138,14 @@ def test_report_prints_the_verdict_and_where_the_page_is(folder: Path, tmp_path:
             run("report", folder, *wrong)
 
 
+def test_report_writes_its_tables_as_csv_when_asked_to(folder: Path, tmp_path: Path) -> None:
+    shown = run("report", folder, "--out", tmp_path / "page.html", "--csv")
+    data = tmp_path / "page_data"
+    assert f"saved    {data}" in shown
+    assert sorted(path.name for path in data.iterdir()) == ["bars.csv", "drawdowns.csv", "months.csv", "trades.csv"]
+    assert (data / "trades.csv").read_text().startswith("entry_time,exit_time,symbol,side,bars")
+
+
 def test_each_symbol_in_accounts_of_its_own_from_training_to_the_report(tmp_path: Path) -> None:
     tg.make_market(1_200, assets=2, seed=2).save(tmp_path / "bars.parquet")
     settings = [f"data.path={tmp_path / 'bars.parquet'}", "data.features=[return_24]", "env.accounts=per_symbol"]

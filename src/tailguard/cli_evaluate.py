@@ -111,6 +111,9 @@ def report(
     trials: Trials = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="Also print the page to a PDF file beside it.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Also take a picture of the whole page beside it.")] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns to a folder beside it.")
+    ] = False,
 ) -> None:
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
     from rich.console import Console
@@ -118,6 +121,7 @@ def report(
     from tailguard.evaluate.report import check_place, write_report
     from tailguard.evaluate.report.collect import collect, work_ahead
     from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
+    from tailguard.evaluate.report.tables import write_csv
     from tailguard.evaluate.report.verdict import verdict
     from tailguard.evaluate.standing import Budget
     from tailguard.evaluate.trained import open_run
@@ -144,6 +148,10 @@ def report(
     write_report(evidence, path)
     console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
+    if csv:
+        data = path.with_name(f"{path.stem}_data")
+        write_csv(evidence, data)
+        console.print(f"saved    {data}", soft_wrap=True, markup=False, highlight=False)
     for suffix, save in exports:
         save(path, path.with_suffix(suffix))
         console.print(f"saved    {path.with_suffix(suffix)}", soft_wrap=True, markup=False, highlight=False)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tailguard as tg
 from tailguard.envs.episodes import EpisodeState, TradingTask, episode_starts
 from tailguard.market import MarketConfig, MarketState, Transition, build_market
 
@@ -85,3 +86,15 @@ def test_rewards(make_panel, reward, net, expected) -> None:
     market = MarketState(torch.tensor([3]), torch.tensor([1.5]).double(), torch.zeros(1, 1).double())
     state = EpisodeState(market, torch.tensor([0.75]).double(), torch.tensor([1.5]).double(), torch.tensor([1]))
     assert task.reward_of(transition, state).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("allow_short", [True, False])
+@pytest.mark.parametrize("assets", [1, 3])
+def test_weights_of_one_account_are_those_of_many(allow_short: bool, assets: int) -> None:
+    bars = tg.make_market(50, assets=assets, seed=0).bars.panel("portfolio")
+    market = build_market(bars, MarketConfig(leverage=1.7, allow_short=allow_short), dtype=torch.float64)
+    task = TradingTask(market, torch.zeros(50, 0), (), episode_length=10)
+    actions = torch.rand(200, assets, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+    one_by_one = [task.weights_of_one(action.tolist()) for action in actions]
+    np.testing.assert_allclose(one_by_one, task.to_weights(actions), rtol=1e-15)
+    assert np.isnan(task.weights_of_one([float("nan")] * assets)).all()

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.envs.spec import TradingSpec
+from tailguard.envs.shield import Shield
+from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate.baselines import HOLD, Moment
 from tailguard.market import MarketConfig, build_market, open_accounts, step
@@ -87,6 +88,62 @@ def test_an_agent_sees_in_a_backtest_what_it_would_see_in_its_environment(bars, 
     np.testing.assert_array_equal(np.log1p(result.net[:32]).astype(np.float32), np.array(rewards, np.float32))
 
 
+@pytest.mark.parametrize("shield", [None, Shield(shock=0.2, budget=0.02)])
+@pytest.mark.parametrize("assets", [1, 2])
+def test_an_agents_backtest_is_a_plain_loop_of_observe_predict_and_step(assets, shield) -> None:
+    """Every bar through the public pieces, one tensor at a time: what the backtest must not differ from."""
+    bars = tg.make_market(1_100, assets=assets, seed=5).bars
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=32, accounts="portfolio", shield=shield)
+    agent = tg.DistributionalPPO(env, n_steps=16, hidden=(16,), lstm_size=16, seed=2).learn(128)
+    with torch.no_grad():
+        agent.agent.action_head.linear.weight.mul_(100)  # positions of a trained agent, not of one that begins
+    result = tg.backtest(agent, bars)
+    assert np.abs(result.weights).mean() > 0.02
+
+    task, usable, panel = task_for(agent.spec, bars, None, torch.float64)
+    rows = np.flatnonzero(usable & panel.tradeable)
+    assert (np.diff(rows) == 1).all()
+    state = task.begin(open_accounts(torch.tensor(rows[:1]), assets, torch.float64))
+    memory, targets, weights, equity, held_back = None, [], [], [1.0], []
+    for row in rows[:-1]:
+        if row > rows[0] and (row - rows[0]) % 32 == 0:
+            state = task.begin(state.market)
+        start = np.array([(row - rows[0]) % 32 == 0])
+        action, memory = agent.predict(task.observe(state).numpy(), memory, start, deterministic=True)
+        target, flags = task.decide(torch.from_numpy(action).double(), state)
+        state, _ = task.advance(state, target)
+        targets.append(target[0].numpy())
+        weights.append(state.market.weights[0].numpy())
+        equity.append(float(state.market.equity))
+        held_back.append(bool(flags))
+    np.testing.assert_allclose(result.targets, targets, atol=1e-6)
+    np.testing.assert_allclose(result.weights, weights, atol=1e-6)
+    np.testing.assert_allclose(result.equity, equity, rtol=1e-9)
+    np.testing.assert_array_equal(result.shielded, held_back)
+    assert result.shielded.any() == (shield is not None)
+
+
+def test_an_agent_known_by_predict_alone_trades_as_the_agent_itself(bars, agent) -> None:
+    class ByPredict:
+        spec = agent.spec
+
+        def predict(self, *args, **options):
+            return agent.predict(*args, **options)
+
+    np.testing.assert_array_equal(tg.backtest(ByPredict(), bars).targets, tg.backtest(agent, bars).targets)
+
+
+def test_an_action_that_is_not_a_number_is_refused(bars, agent) -> None:
+    class Broken:
+        spec = agent.spec
+
+        def predict(self, observation, state=None, episode_start=None, deterministic=False):  # noqa: ARG002
+            return np.full((1, 1), np.nan, np.float32), None
+
+    with pytest.raises(TailguardError, match="not a number"):
+        tg.backtest(Broken(), bars)
+
+
 def test_an_agents_window_starts_anew_while_its_account_goes_on(bars, agent) -> None:
     result = tg.backtest(agent, bars)
     assert np.abs(result.weights[31]) > 0
@@ -121,18 +178,24 @@ def test_a_delayed_fill_is_the_decision_of_an_earlier_bar(bars) -> None:
     np.testing.assert_array_equal(later.targets[2:], targets[: len(bars) - 3])
 
 
-def test_noise_moves_features_by_its_size_and_leaves_the_account_alone(bars, agent, monkeypatch) -> None:
-    seen: dict[float, list[np.ndarray]] = {0.0: [], 0.5: []}
-    predict = tg.DistributionalPPO.predict
-    for noise, observations in seen.items():
+class Deaf:
+    """An agent that writes down what it is shown and always stays flat."""
 
-        def listen(self, observation, into=observations, **options):
-            into.append(observation.copy())
-            return predict(self, np.zeros_like(observation), **options)  # the same actions either way
+    def __init__(self, spec: TradingSpec) -> None:
+        self.spec = spec
+        self.seen: list[np.ndarray] = []
 
-        monkeypatch.setattr(tg.DistributionalPPO, "predict", listen)
-        tg.backtest(agent, bars, noise=noise, seed=3)
-    clean, noisy = (np.concatenate(each) for each in seen.values())
+    def predict(self, observation, state=None, episode_start=None, deterministic=False):  # noqa: ARG002
+        assert deterministic
+        self.seen.append(observation[0].copy())
+        return np.zeros((1, 1), np.float32), state
+
+
+def test_noise_moves_features_by_its_size_and_leaves_the_account_alone(bars, agent) -> None:
+    seen = {noise: Deaf(agent.spec) for noise in (0.0, 0.5)}
+    for noise, deaf in seen.items():
+        tg.backtest(deaf, bars, noise=noise, seed=3)
+    clean, noisy = (np.stack(deaf.seen) for deaf in seen.values())
     account = clean.shape[1] - 4  # the weight, pnl, drawdown and time left
     np.testing.assert_array_equal(clean[:, account:], noisy[:, account:])
     deviation = clean[:, :account].std(0)
@@ -200,3 +263,25 @@ def test_a_spec_survives_json(agent) -> None:
     assert again.to_dict() == spec.to_dict()
     assert again.scaler.digest() == spec.scaler.digest()
     assert again.market == spec.market
+
+
+def test_a_result_is_short_in_a_notebook_and_can_be_plotted(bars) -> None:
+    result = tg.backtest(np.random.default_rng(1).uniform(-1, 1, (len(bars), 1)), bars)
+    line, table = repr(result), result._repr_html_()
+    gain = f"{100 * (result.equity[-1] - 1):+.1f} %"
+    assert gain in line
+    assert gain in table
+    assert "1,199" in line
+    assert len(line) < 300
+    assert "<script" not in replace(result, symbols=("<script>",))._repr_html_()
+    chart = result.plot()
+    equity, falls = (np.array(trace.y) for trace in chart.data)
+    np.testing.assert_allclose(equity, result.equity)
+    np.testing.assert_allclose(falls, 100 * (result.equity / np.maximum.accumulate(result.equity) - 1))
+
+
+def test_an_agent_is_short_in_a_notebook(agent) -> None:
+    for shown in (repr(agent), agent._repr_html_()):
+        assert "LSTM 16 × 1" in shown
+        assert "128" in shown
+        assert len(shown) < 1_000

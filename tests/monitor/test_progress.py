@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tailguard.monitor import progress
-from tailguard.monitor.progress import Progress, describe
+from tailguard.monitor.progress import BAR_SECONDS, DelayedBar, Progress, describe
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,36 @@ def test_not_shown_means_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(10, shown=False) as bar:
         bar.show(10, {"time/fps": 1.0})
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("terminal", "shown", "seconds", "seen"),
+    [
+        (True, True, BAR_SECONDS + 0.1, True),
+        (True, True, BAR_SECONDS - 0.1, False),
+        (True, False, BAR_SECONDS + 0.1, False),
+        (False, True, BAR_SECONDS + 0.1, False),
+    ],
+    ids=["slow", "quick", "off", "no terminal"],
+)
+def test_a_delayed_bar_appears_in_a_terminal_after_two_seconds(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+    shown: bool,
+    seconds: float,
+    seen: bool,
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    clock = [100.0]
+    with monkeypatch.context() as patched:
+        patched.setattr(progress.time, "monotonic", lambda: clock[0])
+        with DelayedBar("backtest", 1_000, shown) as bar:
+            clock[0] += seconds
+            bar.show(500)
+            bar.show(750)
+    printed = capsys.readouterr().out
+    assert ("backtest" in printed) == seen
+    assert ("75%" in printed) == seen

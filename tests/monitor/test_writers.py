@@ -17,6 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 import tailguard as tg
 from tailguard.algorithm.callbacks import Callback
@@ -93,6 +94,44 @@ def run(
     """So narrow a guard of the log-ratio raises an alarm in the first iteration."""
     agent = make_agent(twin_critics=True, log_ratio_limit=1e-9)
     return Run(agent, tmp_path_factory.mktemp("run"), request.param)
+
+
+def hyperparameters_in(folder: Path) -> dict[str, Any]:
+    """What the HParams page reads, by tag; and how often each tag was written."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    found: dict[str, list[Any]] = {}
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag.startswith("_hparams_/"):
+                    data = plugin_data_pb2.HParamsPluginData.FromString(value.metadata.plugin_data.content)
+                    found.setdefault(value.tag.removeprefix("_hparams_/"), []).append(data)
+    return found
+
+
+def test_hyperparameters_are_written_once_a_run_beside_the_curves_of_its_final_metrics(
+    make_agent: Callable[..., tg.DistributionalPPO], tmp_path: Path
+) -> None:
+    agent = make_agent(seed=3, gamma=0.93)
+    agent.learn(4 * STEPS, callback=TensorBoardWriter(tmp_path))
+    events, final = read_events(tmp_path), dict(agent.metrics)
+    agent.learn(2 * STEPS, callback=TensorBoardWriter(tmp_path), reset_num_timesteps=False)
+    found = hyperparameters_in(tmp_path)
+    (experiment,), (start,) = found["experiment"], found["session_start_info"]
+    settings = start.session_start_info.hparams
+    assert settings["gamma"].number_value == 0.93
+    assert settings["network.lstm_size"].number_value == 8
+    assert settings["network.hidden"].string_value == "(8,)"
+    assert settings["seed"].number_value == 3
+    assert settings["network.twin_critics"].bool_value is False
+    shown = [metric.name.tag for metric in experiment.experiment.metric_infos]
+    for tag in ("rollout/ep_rew_mean", "train/explained_variance"):
+        assert tag in shown
+        assert events.Scalars(tag)[-1].value == pytest.approx(final[tag], rel=1e-6)
+    # One run, no second folder for the same curves.
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert found["session_end_info"][-1].session_end_info.status == 1  # success
 
 
 def test_a_line_an_iteration_holds_all_figures_and_those_that_come_late(run: Run) -> None:

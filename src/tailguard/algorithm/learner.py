@@ -32,11 +32,13 @@ from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.memory import keep_freed_memory
 from tailguard.models.agent import ActorCritic
+from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.episodes import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
 from tailguard.monitor.metrics import Snapshot, iteration_figures
 from tailguard.monitor.progress import Progress
+from tailguard.monitor.summary import html_table, learner_facts, one_line
 from tailguard.returns import RunningMoments
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_count
@@ -122,6 +124,12 @@ class Learner(ABC):
     def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
         """What the optimiser moves, in groups where they have step sizes of their own."""
         return list(self.agent.parameters())
+
+    def __repr__(self) -> str:
+        return one_line(type(self).__name__, learner_facts(self))
+
+    def _repr_html_(self) -> str:
+        return html_table(type(self).__name__, learner_facts(self))
 
     @property
     def spec(self) -> TradingSpec | None:
@@ -325,6 +333,15 @@ class Learner(ABC):
         action = self.inputs.decode(head.to_env(raw))
         after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
         return (action[0] if single else action), after
+
+    def inference_policy(self) -> StepPolicy:
+        """The deterministic policy for one environment, step by step: the actions of `predict`, bit for bit, faster.
+
+        It has a memory of its own and the weights and statistics of now; make a new one after further training.
+        """
+        if type(self).predict is not Learner.predict:
+            return PredictPolicy(self)  # a subclass decides in its own way
+        return InferencePolicy(self.agent, self._observation_scale())
 
     def get_env(self) -> VectorEnv:
         """The environment the agent trains on."""

@@ -5,8 +5,9 @@ Training, the Gymnasium environments and backtests all go through here, so they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,16 @@ class EpisodeState:
     """Largest equity since then, [N]."""
     age: Tensor
     """Bars traded since then, [N] int64."""
+
+
+Amount = TypeVar("Amount", float, Tensor)
+
+
+def account_fields(
+    equity: Amount, start_equity: Amount, peak_equity: Amount, age: Amount, episode_length: int
+) -> tuple[Amount, Amount, Amount]:
+    """`ACCOUNT_FIELDS`, of many accounts as tensors or of one as plain numbers."""
+    return equity / start_equity - 1, equity / peak_equity - 1, 1 - age / episode_length
 
 
 def where(condition: Tensor, chosen: EpisodeState, other: EpisodeState) -> EpisodeState:
@@ -80,13 +91,9 @@ class TradingTask:
     def observe(self, state: EpisodeState) -> Tensor:
         """What the agent sees once the current bar has closed, [N, O] float32."""
         equity = state.market.equity
+        age = state.age.to(equity.dtype)
         account = torch.stack(
-            (
-                equity / state.start_equity - 1,
-                equity / state.peak_equity - 1,
-                1 - state.age.to(equity.dtype) / self.episode_length,
-            ),
-            dim=1,
+            account_fields(equity, state.start_equity, state.peak_equity, age, self.episode_length), dim=1
         )
         known = self.features.index_select(0, state.market.row)
         return torch.cat((known, state.market.weights.to(known.dtype), account.to(known.dtype)), dim=1)
@@ -103,6 +110,16 @@ class TradingTask:
         gross = action.abs()
         gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
         return action * (config.leverage / gross.clamp(min=1))
+
+    def weights_of_one(self, action: Sequence[float]) -> list[float]:
+        """`to_weights` of one account in plain numbers, [A]: a backtest asks for it at every bar."""
+        config = self.market.config
+        if not config.allow_short:
+            action = [max(share, 0.0) for share in action]
+        gross = sum([abs(share) for share in action])
+        # As a tensor divides a number: by its reciprocal.
+        factor = (1 / max(gross, 1.0)) * config.leverage
+        return [share * factor for share in action]
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
         """Target weights [N, A] for actions in this state, and where the shield held them back, [N] bool."""

@@ -13,15 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard.data.panel import Panel
-from tailguard.envs.episodes import EpisodeState, TradingTask
-from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.envs.episodes import TradingTask
+from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate import metrics
-from tailguard.evaluate.baselines import HOLD, Moment, Policy
-from tailguard.market import MarketConfig, build_market, open_accounts
+from tailguard.evaluate.baselines import HOLD, Policy
+from tailguard.evaluate.deciders import AgentDecider, ArrayDecider, Decider, FunctionDecider, Window, check_target
+from tailguard.market import MarketConfig, MarketState, build_market, step
+from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.market.simulator import COST_KINDS
+from tailguard.models.inference import PredictPolicy, StepPolicy
+from tailguard.monitor.progress import DelayedBar
+from tailguard.monitor.summary import html_table, one_line
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
+    import plotly.graph_objects as go
     import polars
 
     from tailguard.data.bars import Bars
@@ -29,6 +35,8 @@ if TYPE_CHECKING:
 
 Float = NDArray[np.float64]
 
+BATCH = 65_536
+"""Bars that are booked at once; it bounds the memory."""
 BOOKED = ("net", "pnl", "turnover", "unfilled", *COST_KINDS)
 """What is kept of every bar's transition."""
 
@@ -49,7 +57,7 @@ class Agent(Protocol):
     ) -> tuple[Any, Any]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BacktestResult:
     """What happened, bar by bar. `T` bars were traded; all fractions are of the equity before the bar."""
 
@@ -97,6 +105,33 @@ class BacktestResult:
             **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
         }
 
+    def __repr__(self) -> str:
+        return one_line("BacktestResult", self._facts())
+
+    def _repr_html_(self) -> str:
+        return html_table("Backtest", self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        """What a notebook shows first; `metrics` has everything."""
+        first, last = (np.datetime64(int(moment), "ms").astype("datetime64[D]") for moment in self.time[[0, -1]])
+        figures = self.metrics
+        return {
+            "symbols": ", ".join(self.symbols),
+            "bars": f"{len(self.net):,}",
+            "period": f"{first} to {last}",
+            "return": f"{100 * (self.equity[-1] - 1):+.1f} %",
+            "sharpe": f"{figures['sharpe']:.2f}",
+            "max drawdown": f"{100 * figures['max_drawdown']:.1f} %",
+            "turnover/day": f"{figures['turnover_per_day']:.2f}",
+            **({"liquidated": "yes"} if self.liquidated else {}),
+        }
+
+    def plot(self) -> go.Figure:
+        """Equity and drawdown as a Plotly figure."""
+        from tailguard.evaluate.report.charts import equity_chart
+
+        return equity_chart({"equity": self}, falls=("equity",), filled="equity")
+
     def frame(self) -> polars.DataFrame:
         """Everything as one table, a row a bar."""
         import polars
@@ -120,6 +155,7 @@ def backtest(
     noise: float = 0.0,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    progress_bar: bool = True,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -130,6 +166,7 @@ def backtest(
     `delay`: whole bars that every decision waits beyond the next open before it fills.
     `noise`: normal noise on each feature an agent sees, in standard deviations of that feature over these bars, drawn
     from `seed`. What it knows exactly, its weights and its account, is left as it is.
+    `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
 
     An agent sees what it saw in training: its window of `episode_length` bars starts anew, with its memory cleared,
     whenever it has run out, while the account goes on. Before each gap in the bars all positions are closed. A
@@ -145,7 +182,7 @@ def backtest(
         task, usable, panel = task_for(policy.spec, bars, config, dtype)
         if noise:
             task = replace(task, features=_perturbed(task.features, usable, noise, policy.spec.scaler.clip, seed))
-        decide: _Decider = _AgentDecider(policy, task)
+        decide: Decider = AgentDecider(_step_policy(policy), task, panel)
     else:
         if noise:
             raise ConfigError(f"noise: {noise:g} perturbs the features an agent sees; this policy sees none")
@@ -153,8 +190,14 @@ def backtest(
         market = build_market(panel, config, dtype=dtype)
         usable = np.ones(panel.rows, bool)
         task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
-        decide = _FunctionDecider(policy, panel) if callable(policy) else _ArrayDecider(policy, panel)
-    return _run(task, decide, panel, usable, delay)
+        decide = FunctionDecider(policy, panel) if callable(policy) else ArrayDecider(policy, panel)
+    return _run(task, decide, panel, usable, delay, progress_bar)
+
+
+def _step_policy(agent: Agent) -> StepPolicy:
+    """The agent as it is asked bar by bar: by its `inference_policy` if it has one, else by `predict`."""
+    make = getattr(agent, "inference_policy", None)
+    return PredictPolicy(agent) if make is None else make()
 
 
 def _perturbed(features: Tensor, usable: NDArray[np.bool_], noise: float, clip: float, seed: int) -> Tensor:
@@ -162,64 +205,6 @@ def _perturbed(features: Tensor, usable: NDArray[np.bool_], noise: float, clip: 
     deviation = features[torch.from_numpy(usable)].std(0, correction=0)
     drawn = np.random.default_rng(seed).standard_normal(tuple(features.shape), dtype=np.float32)
     return (features + noise * deviation * torch.from_numpy(drawn)).clamp(-clip, clip)
-
-
-class _Decider(Protocol):
-    """Names target weights [A] for the next open; NaN holds."""
-
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float: ...
-
-
-class _AgentDecider:
-    def __init__(self, agent: Agent, task: TradingTask) -> None:
-        self.agent, self.task = agent, task
-        self.memory: Any = None
-
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
-        observation = self.task.observe(state).cpu().numpy()
-        action, self.memory = self.agent.predict(
-            observation, state=self.memory, episode_start=np.array([new_window]), deterministic=True
-        )
-        weights = self.task.to_weights(torch.as_tensor(np.asarray(action), dtype=self.task.market.dtype).reshape(1, -1))
-        return np.asarray(weights[0].numpy(), dtype=np.float64)
-
-
-class _FunctionDecider:
-    def __init__(self, policy: Policy, panel: Panel) -> None:
-        self.policy, self.panel = policy, panel
-
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
-        panel, row = self.panel, int(state.market.row[0])
-        until = slice(None, row + 1)
-        moment = Moment(
-            row=row,
-            first=first,
-            time_ms=int(panel.time[row]),
-            open=panel.open[until],
-            high=panel.high[until],
-            low=panel.low[until],
-            close=panel.close[until],
-            volume=panel.volume[until],
-            weights=state.market.weights[0].double().numpy(),
-            equity=float(state.market.equity[0]),
-            bars_per_year=panel.bars_per_year,
-        )
-        return np.asarray(self.policy(moment), dtype=np.float64)
-
-
-class _ArrayDecider:
-    def __init__(self, targets: Float, panel: Panel) -> None:
-        self.targets = np.asarray(targets, dtype=np.float64)
-        if self.targets.ndim == 1:
-            self.targets = self.targets[:, None]
-        if self.targets.shape != (panel.rows, panel.assets):
-            raise ConfigError(
-                f"target weights have shape {np.shape(targets)}; these bars need ({panel.rows}, {panel.assets}): "
-                f"a row for each bar, lead-in included, and a column for each of {', '.join(panel.symbols)}"
-            )
-
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
-        return np.asarray(self.targets[int(state.market.row[0])])
 
 
 def _stretches(panel: Panel, usable: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
@@ -231,97 +216,124 @@ def _stretches(panel: Panel, usable: NDArray[np.bool_]) -> Iterator[tuple[int, i
             yield int(begin), int(end) - 1
 
 
-def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.bool_], delay: int) -> BacktestResult:
+def _run(
+    task: TradingTask, decide: Decider, panel: Panel, usable: NDArray[np.bool_], delay: int, progress_bar: bool
+) -> BacktestResult:
     stretches = list(_stretches(panel, usable))
     if not stretches:
         raise BarsError(
             f"{', '.join(panel.symbols)}: nothing to trade: no two tradeable bars in a row have all features defined "
             f"({panel.rows:,} rows, {int(panel.tradeable.sum()):,} tradeable, {int(usable.sum()):,} with features)"
         )
-    config = task.market.config
-    account = open_accounts(torch.tensor([stretches[0][0]]), panel.assets, task.market.dtype)
-    rows: list[int] = []
-    targets: list[Float] = []
-    weights: list[Float] = []
-    # Plain numbers: a million bars as tensors of one number each would fill the memory.
-    booked = np.empty((sum(end - begin for begin, end in stretches), len(BOOKED)))
-    shielded: list[bool] = []
-    liquidated = False
-    for stretch, (begin, end) in enumerate(stretches):
-        state = task.begin(replace(account, row=torch.tensor([begin])))
-        goes_on = stretch + 1 < len(stretches)
-        waiting = deque([np.full(panel.assets, HOLD)] * delay)
-        for row in range(begin, end):
-            new_window = int(state.age[0]) >= task.episode_length
-            if new_window:
-                state = task.begin(state.market)
-            if liquidated or (goes_on and row == end - 1):
-                target = np.zeros(panel.assets)
-            else:
-                asked = decide(state, new_window or row == begin, first=not rows)
-                _check_target(asked, panel, row, config)
-                waiting.append(asked)
-                target = waiting.popleft()
-            tensor = torch.from_numpy(target)[None]
-            held_back = False
-            if task.shield is not None and not np.isnan(target).any():
-                equity, start = state.market.equity, state.start_equity
-                tensor, flags = task.shield.apply(tensor, equity, start)
-                held_back, target = bool(flags[0]), tensor[0].numpy()
-            shielded.append(held_back)
-            state, transition = task.advance(state, tensor.nan_to_num(), tensor.isnan())
-            liquidated = liquidated or bool(transition.liquidated[0])
-            booked[len(rows)] = torch.cat([getattr(transition, name) for name in BOOKED]).double().numpy()
-            rows.append(row + 1)
-            targets.append(target)
-            weights.append(state.market.weights[0].double().numpy())
-        account = state.market
-    return _collect(panel, rows, targets, weights, booked, shielded, liquidated)
+    course = _Course.empty(np.concatenate([np.arange(begin, end) for begin, end in stretches]), panel.assets)
+    account = SerialAccount(task.market, stretches[0][0])
+    flat = [0.0] * panel.assets
+    shield, config = task.shield, task.market.config
+    done, liquidated = 0, False
+    with DelayedBar("backtest", len(course.rows), shown=progress_bar) as bar, torch.inference_mode():
+        for stretch, (begin, end) in enumerate(stretches):
+            account.row = begin
+            goes_on = stretch + 1 < len(stretches)
+            waiting = deque([[HOLD] * panel.assets] * delay)
+            window = Window(account.equity, account.equity)
+            for row in range(begin, end):
+                if window.age >= task.episode_length:
+                    window = Window(account.equity, account.equity)
+                if liquidated or (goes_on and row == end - 1):
+                    target = flat
+                else:
+                    asked = decide(account, window, first=done == 0)
+                    check_target(asked, panel, row, config)
+                    waiting.append(asked)
+                    target = waiting.popleft()
+                if shield is not None and any(target) and not np.isnan(target).any():
+                    equity, start = (
+                        torch.tensor([value], dtype=torch.float64) for value in (account.equity, window.start_equity)
+                    )
+                    weights, held_back = shield.apply(torch.tensor([target], dtype=torch.float64), equity, start)
+                    target, course.shielded[done] = weights[0].tolist(), bool(held_back)
+                course.equity[done], course.weights[done], course.targets[done] = (
+                    account.equity,
+                    account.weights,
+                    target,
+                )
+                liquidated |= account.step(target)
+                window.age += 1
+                window.peak_equity = max(window.peak_equity, account.equity)
+                done += 1
+                if not done % 256:
+                    bar.show(done)
+    course.equity[done], course.weights[done] = account.equity, account.weights
+    return _book(task, course, panel, liquidated)
 
 
-def _check_target(target: Float, panel: Panel, row: int, config: MarketConfig) -> None:
-    """Refuse what the account may not do, before it is traded."""
-    where = f"target weights at row {row + 1} ({np.datetime64(int(panel.time[row]), 'ms')})"
-    if target.shape != (panel.assets,):
-        raise ConfigError(f"{where} have shape {target.shape}; there must be {panel.assets}, one for each asset")
-    if np.isinf(target).any():
-        raise TailguardError(f"{where} are {target}; they must be finite, or NaN to hold")
-    known = np.nan_to_num(target)
-    # The tolerance is the rounding of float32 weights, not a loosened limit.
-    if np.abs(known).sum() > config.leverage * (1 + 1e-6):
-        raise ConfigError(
-            f"{where} are {target}: {np.abs(known).sum():.4g} times equity, and market.leverage allows "
-            f"{config.leverage:g}. Scale them down or raise market.leverage"
+@dataclass(frozen=True)
+class _Course:
+    """What the account was and was told at each bar, before it was traded; all that the books follow from."""
+
+    rows: NDArray[np.int64]
+    """The bars at whose closes the decisions were made, [T]."""
+    equity: Float
+    """[T + 1], the last one after the last bar, as in `weights`."""
+    weights: Float
+    """[T + 1, A]"""
+    targets: Float
+    """[T, A]"""
+    shielded: NDArray[np.bool_]
+    """[T]"""
+
+    @classmethod
+    def empty(cls, rows: NDArray[np.int64], assets: int) -> _Course:
+        count = len(rows)
+        return cls(
+            rows,
+            np.empty(count + 1),
+            np.empty((count + 1, assets)),
+            np.empty((count, assets)),
+            np.zeros(count, bool),
         )
-    if not config.allow_short and (known < 0).any():
-        raise ConfigError(f"{where} are {target}, and market.allow_short is false")
 
 
-def _collect(
-    panel: Panel,
-    rows: list[int],
-    targets: list[Float],
-    weights: list[Float],
-    booked: Float,
-    shielded: list[bool],
-    liquidated: bool,
-) -> BacktestResult:
+def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) -> BacktestResult:
+    """The books of all bars, by the simulator: it takes every bar at once, as many accounts side by side."""
+    market, count = task.market, len(course.rows)
+    booked = np.empty((count, len(BOOKED)))
+    weights = np.empty((count, panel.assets))
+    for first in range(0, count, BATCH):
+        these = slice(first, min(first + BATCH, count))
+        before, after = (_accounts(course, these, market.dtype, shift) for shift in (0, 1))
+        target = torch.from_numpy(course.targets[these]).to(market.dtype)
+        state, transition = step(market, before, target.nan_to_num(), target.isnan())
+        check_agreement(after, state)
+        booked[these] = torch.stack([getattr(transition, name) for name in BOOKED], dim=1).double().numpy()
+        weights[these] = state.weights.double().numpy()
+
     def series(name: str) -> Float:
         return np.ascontiguousarray(booked[:, BOOKED.index(name)])
 
     net = series("net")
     return BacktestResult(
-        time=panel.time[rows],
+        time=panel.time[course.rows + 1],
         equity=np.concatenate([[1.0], np.cumprod(1.0 + net)]),
-        targets=np.array(targets),
-        weights=np.array(weights),
+        targets=course.targets,
+        weights=weights,
         net=net,
         pnl=series("pnl"),
         costs={kind: series(kind) for kind in COST_KINDS},
         turnover=series("turnover"),
         unfilled=series("unfilled"),
-        shielded=np.array(shielded),
+        shielded=course.shielded,
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,
+    )
+
+
+def _accounts(course: _Course, these: slice, dtype: torch.dtype, shift: int) -> MarketState:
+    """The accounts of some bars, before them (shift 0) or after (1)."""
+    moved = slice(these.start + shift, these.stop + shift)
+    return MarketState(
+        torch.from_numpy(course.rows[these] + shift),
+        torch.from_numpy(course.equity[moved]).to(dtype),
+        torch.from_numpy(course.weights[moved]).to(dtype),
     )

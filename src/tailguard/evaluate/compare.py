@@ -106,7 +106,7 @@ def compare_runs(
     for name, folder in zip(_names(folders), folders, strict=True):
         before_each(name)
         run = open_run(folder)
-        result = backtest(run.agent, run.split.test)
+        result = backtest(run.agent, run.split.test, progress_bar=False)
         prices = prices_of(result, run.split.test.panel("portfolio"))
         statistic = sharpe_statistic(result.bars_per_year)
         ahead = None

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import ObservationScale
 from tailguard.evaluate.backtest import backtest
+from tailguard.models.inference import StepPolicy
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -49,7 +51,7 @@ def predictions(agent: DistributionalPPO, bars: Bars) -> Predictions | None:
     if agent.config.network.critic == "scalar" or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
         return None
     listener = _Listener(agent)
-    net = backtest(listener, bars).net
+    net = backtest(listener, bars, progress_bar=False).net
     rewards = np.log1p(net) if agent.spec.reward == "log" else net
     # Before a gap, and after a liquidation, the backtest asks no one.
     if len(listener.observations) != len(net) or len(net) < horizon + ENOUGH or not np.isfinite(rewards).all():
@@ -87,9 +89,17 @@ class _Listener:
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[Any, Any]:
-        self.observations.append(np.asarray(observation)[0])
-        self.starts.append(bool(episode_start[0]))
         return self.agent.predict(observation, state, episode_start, deterministic)
+
+    def inference_policy(self) -> StepPolicy:
+        policy = self.agent.inference_policy()
+
+        def listen(observation: Tensor, reset: bool) -> Tensor:
+            self.observations.append(observation.numpy()[0].copy())
+            self.starts.append(reset)
+            return policy(observation, reset)
+
+        return listen
 
 
 @torch.no_grad()

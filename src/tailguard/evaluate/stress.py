@@ -66,5 +66,6 @@ def stress_table(
     for name, costs, delay, noise in planned:
         if before_each is not None:
             before_each(name)
-        scenarios.append(Scenario(name, backtest(policy, bars, costs, delay=delay, noise=noise, seed=seed)))
+        result = backtest(policy, bars, costs, delay=delay, noise=noise, seed=seed, progress_bar=False)
+        scenarios.append(Scenario(name, result))
     return scenarios

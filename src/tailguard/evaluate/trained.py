@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -222,24 +223,27 @@ def agent_and_baselines(
     """
     parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
 
+    # The bar of the whole work shows its progress.
+    trade_bars = partial(backtest, progress_bar=False)
+
     def each(trade: Callable[[Bars, int], BacktestResult]) -> list[BacktestResult]:
         return [trade(part, number) for number, part in enumerate(parts)]
 
     before_each(AGENT)
-    own = each(lambda part, _: backtest(agent, part, market, delay=delay, noise=noise, seed=seed))
+    own = each(lambda part, _: trade_bars(agent, part, market, delay=delay, noise=noise, seed=seed))
     results = {AGENT: own}
     # What an agent cannot trade, for want of features, no baseline may.
     parts = [_from_first_trade(part, result) for part, result in zip(parts, own, strict=True)]
     if optimum is not None:
         before_each(OPTIMUM)
-        results[OPTIMUM] = [backtest(optimum, bars, market, delay=delay)]
+        results[OPTIMUM] = [trade_bars(optimum, bars, market, delay=delay)]
     for name, policy in standard_baselines(market.leverage, market.allow_short).items():
         before_each(name)
-        results[name] = [backtest(policy, part, market, delay=delay) for part in parts]
+        results[name] = [trade_bars(policy, part, market, delay=delay) for part in parts]
     before_each(RANDOM)
     draw = np.random.default_rng(seed)
     # The agent's decisions as they filled, so a delay is in them already.
-    results[RANDOM] = each(lambda part, number: backtest(random_timing(own[number], part, draw), part, market))
+    results[RANDOM] = each(lambda part, number: trade_bars(random_timing(own[number], part, draw), part, market))
     return {name: pooled(found) for name, found in results.items()}
 
 

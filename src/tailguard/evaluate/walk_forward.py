@@ -98,7 +98,7 @@ def plan_folds(config: RunConfig, bars: Bars, plan: Plan) -> list[Fold]:
 def trade_fold(agent: DistributionalPPO, fold: Fold) -> tuple[BacktestResult, ...]:
     """The agent on the fold's test window, from a flat account; one result an account."""
     accounts = "portfolio" if agent.spec is None else agent.spec.accounts
-    return tuple(backtest(agent, part) for part in separate(fold.test, accounts))
+    return tuple(backtest(agent, part, progress_bar=False) for part in separate(fold.test, accounts))
 
 
 def put_together(
@@ -119,7 +119,7 @@ def put_together(
         results=tuple(tuple(pooled(fold) for fold in seed) for seed in results),
         stitched=tuple(stitched),
         baselines={
-            name: pooled([backtest(policy, part, config.market) for part in parts])
+            name: pooled([backtest(policy, part, config.market, progress_bar=False) for part in parts])
             for name, policy in standard_baselines(config.market.leverage, config.market.allow_short).items()
         },
         budget=own_budget(config),
@@ -137,4 +137,4 @@ def stitch(results: Sequence[BacktestResult], bars: Bars, config: RunConfig) -> 
     for result in results:
         rows = np.searchsorted(panel.time, result.time) - 1
         targets[rows] = result.targets
-    return backtest(targets, bars, config.market)
+    return backtest(targets, bars, config.market, progress_bar=False)

@@ -162,6 +162,8 @@ class GaussianHead(ActionHead):
 
     low: Tensor
     high: Tensor
+    _centre: Tensor
+    _half_width: Tensor
     exploration: Tensor
     """Log of a factor on the standard deviation that the learner may change at any time; not among the weights."""
 
@@ -186,6 +188,8 @@ class GaussianHead(ActionHead):
         self.free_log_std = nn.Parameter(torch.zeros(box.size)) if std == "global" else None
         self.register_buffer("low", box.low.to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("high", box.high.to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("_centre", 0.5 * (self.high + self.low), persistent=False)
+        self.register_buffer("_half_width", 0.5 * (self.high - self.low), persistent=False)
         self.register_buffer("exploration", torch.zeros(()), persistent=False)
 
     @property
@@ -250,14 +254,6 @@ class GaussianHead(ActionHead):
             return action
         limit = 1.0 - BOUND_MARGIN
         return torch.atanh(((action - self._centre) / self._half_width).clamp(-limit, limit))
-
-    @property
-    def _centre(self) -> Tensor:
-        return 0.5 * (self.high + self.low)
-
-    @property
-    def _half_width(self) -> Tensor:
-        return 0.5 * (self.high - self.low)
 
     @property
     def _log_half_width(self) -> Tensor:

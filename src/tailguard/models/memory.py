@@ -193,6 +193,10 @@ class LSTMMemory(Memory):
         )
         return y, (h, c)
 
+    def cell_weights(self) -> list[CellWeights]:
+        """The weights of each layer, for who steps through the cells one row at a time."""
+        return self._weights()
+
     def _weights(self) -> list[CellWeights]:
         cells = cast(Iterable[nn.LSTMCell], self.cells)
         return [(cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh) for cell in cells]

@@ -11,6 +11,10 @@ PLAIN_LINE_SECONDS = 10.0
 """Least time between two plain lines in a log."""
 
 
+BAR_SECONDS = 2.0
+"""Time without a bar: what is over by then needs none."""
+
+
 class Progress:
     """Shows steps, rate, reward, tail risk, KL, alarms and time left. With `shown` false it does nothing at all."""
 
@@ -61,6 +65,41 @@ class Progress:
             self.console.print(f"! {text}", style="yellow", soft_wrap=True, highlight=False, markup=False)
         else:
             logging.getLogger("tailguard").warning("%s", text)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class DelayedBar:
+    """A plain bar for work that is usually quick: it appears in a terminal or a notebook after `BAR_SECONDS`."""
+
+    def __init__(self, label: str, total: int, shown: bool = True) -> None:
+        self.label, self.total, self.shown = label, total, shown
+        self.begun = time.monotonic()
+        self.bar: Any = None
+        self.task: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def show(self, done: int) -> None:
+        """Update the bar; nothing happens before its time."""
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done)
+        elif self.shown and time.monotonic() - self.begun > BAR_SECONDS:
+            self._start(done)
+
+    def _start(self, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        console = Console()
+        self.shown = console.is_terminal or console.is_jupyter
+        if self.shown:
+            self.bar = Bar(console=console, transient=True)
+            self.bar.start()
+            self.task = self.bar.add_task(self.label, total=self.total, completed=done)
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -1,10 +1,11 @@
-"""TensorBoard: curves, the fan of the return's quantiles, histograms of actions and weights, alarms as text."""
+"""TensorBoard: curves, hyperparameters, the return's quantiles, histograms of actions and weights, alarms as text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tailguard.monitor.histograms import histograms
 from tailguard.monitor.metrics import FAN
@@ -17,6 +18,15 @@ if TYPE_CHECKING:
     from tailguard.monitor.health import Alarm
 
 QUANTILES = tuple(f"critic/return_p{round(100 * level):02d}" for level in FAN)
+
+FINAL_METRICS = (
+    "rollout/ep_rew_mean",
+    "rollout/ep_pnl_mean",
+    "eval/growth",
+    "risk/cvar_realised",
+    "train/explained_variance",
+)
+"""Curves whose last value the HParams page shows beside the hyperparameters."""
 
 
 class TensorBoardWriter(FigureWriter):
@@ -39,8 +49,11 @@ class TensorBoardWriter(FigureWriter):
         from torch.utils.tensorboard import SummaryWriter
 
         super().on_training_start(locals_, globals_)
+        goes_on = any(self.folder.glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(str(self.folder), purge_step=self.model.num_timesteps + 1)
         self.laid_out = False
+        if not goes_on:
+            self._write_hyperparameters("start")
 
     def on_rollout_end(self) -> None:
         super().on_rollout_end()
@@ -63,7 +76,16 @@ class TensorBoardWriter(FigureWriter):
         self.writer.add_text(f"alarms/{alarm.name}", str(alarm), alarm.step)
 
     def close(self) -> None:
+        self._write_hyperparameters("end")
         self.writer.close()
+
+    def _write_hyperparameters(self, part: Literal["start", "end"]) -> None:
+        """Into the run itself: `add_hparams` would make a second run beside it for the same curves."""
+        from torch.utils.tensorboard.summary import hparams
+
+        experiment, start, end = hparams(hyperparameters(self.model), dict.fromkeys(FINAL_METRICS, 0.0))  # type: ignore[no-untyped-call]
+        for summary in (experiment, start) if part == "start" else (end,):
+            self.writer.file_writer.add_summary(summary)
 
     def _write_histograms(self, step: int) -> None:
         for name, found in histograms(self._tensors()).items():
@@ -85,6 +107,22 @@ class TensorBoardWriter(FigureWriter):
         actions = agent.action_head.to_env(rollout.actions)[rollout.valid]
         tensors = {f"actions/{index}": column for index, column in enumerate(actions.unbind(-1)) if len(column)}
         return tensors | {f"weights/{name}": weight.detach() for name, weight in agent.named_parameters()}
+
+
+def hyperparameters(model: Any) -> dict[str, bool | int | float | str]:
+    """All settings of a learner by name, as `gamma` and `network.lstm_size`; those of its risk budget under `risk.`."""
+    settings = {**asdict(model.config), "seed": model.seed, "num_envs": model.env.num_envs}
+    if model.risk is not None:
+        settings["risk"] = asdict(model.risk.config)
+    return dict(_flat(settings))
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def return_fan() -> dict[str, dict[str, list[Any]]]:

@@ -14,6 +14,7 @@ from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.report import write_page, write_report
 from tailguard.evaluate.report.collect import AlarmRaised, Evidence
 from tailguard.evaluate.report.sections import SECTIONS, report_page
+from tailguard.evaluate.report.tables import trades_csv
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">&amp;"\''
 LINK = '<a href="javascript:document.title=1">BTC</a>'
@@ -34,6 +35,7 @@ def hostile(evidence: Evidence) -> Evidence:
         results={name: renamed(result) for name, result in evidence.results.items()} | {LINK: evidence.agent},
         sharpes=dict(evidence.sharpes) | {LINK: evidence.sharpes["agent"]},
         stress=tuple(scenario._replace(name=HOSTILE) for scenario in evidence.stress),
+        trades=tuple(replace(trade, symbol=HOSTILE) for trade in evidence.trades),
         alarms=(AlarmRaised(HOSTILE, 128, 1, HOSTILE),),
         config=HOSTILE,
         command=HOSTILE,
@@ -113,3 +115,79 @@ def test_a_real_browser_draws_every_chart_without_a_word_or_a_request(
         assert "owned" in window.run("return document.title")
         assert window.run("return document.title.length") > len(HOSTILE)
         assert window.run("return document.images.length") == 0
+
+
+def test_the_theme_button_changes_page_and_lines_and_is_remembered(evidence: Evidence, tmp_path: Path, browser) -> None:
+    path = tmp_path / "report.html"
+    write_report(evidence, path)
+    paper = "return getComputedStyle(document.body).backgroundColor"
+    agent = "return document.querySelector('.plot').data[0].line.color"
+    with browser(1280, 900) as window:
+        window.open(path)
+        assert (window.run(paper), window.run(agent)) == ("rgb(255, 255, 255)", "#0072B2")
+        window.run("document.getElementById('theme').click()")
+        assert (window.run(paper), window.run(agent)) == ("rgb(20, 24, 28)", "#4DB1F0")
+        window.open(path)
+        assert window.run(paper) == "rgb(20, 24, 28)"
+        window.run("document.getElementById('theme').click()")
+        assert (window.run(paper), window.run(agent)) == ("rgb(255, 255, 255)", "#0072B2")
+        assert window.log("browser") == []
+
+
+def test_lines_stand_out_from_a_dark_page(evidence: Evidence, tmp_path: Path, browser) -> None:
+    """A contrast of 4.5 in the dark (WCAG asks 3 of graphics, and these are thin), no line below 1.5 pixels."""
+    path = tmp_path / "report.html"
+    write_report(evidence, path)
+    lines = """return [...document.querySelectorAll('.plot')].flatMap(p => p.data.filter(t => t.line && t.line.color)
+        .map(t => [t.line.color, t.line.width === undefined ? 2 : t.line.width]))"""
+    with browser(1280, 900, dark=True) as window:
+        window.open(path)
+        found = window.run(lines)
+    assert len(found) > 10
+    for colour, width in found:
+        assert (luminance(colour) + 0.05) / (luminance("#14181c") + 0.05) > 4.5, colour
+        assert width >= 1.5
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#rrggbb` as WCAG 2 defines it."""
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_a_wide_table_scrolls_inside_its_box_on_a_phone(evidence: Evidence, tmp_path: Path, browser) -> None:
+    path = tmp_path / "report.html"
+    write_report(evidence, path)
+    with browser(390, 800) as window:
+        window.open(path)
+        boxes = window.run(
+            """return [...document.querySelectorAll('table')].map(t => {
+                const box = t.closest('.wide') || t.parentElement;
+                box.scrollLeft = 1e6;
+                const last = t.rows[0].cells[t.rows[0].cells.length - 1].getBoundingClientRect();
+                return [last.right, box.getBoundingClientRect().right, box.scrollLeft];
+            })"""
+        )
+    assert max(scrolled for _, _, scrolled in boxes) > 100
+    for last, edge, _ in boxes:
+        assert last <= edge + 1 <= 391
+
+
+def test_a_button_saves_every_trade(evidence: Evidence, tmp_path: Path, browser) -> None:
+    path = tmp_path / "report.html"
+    write_report(evidence, path)
+    with browser(1280, 900) as window:
+        window.open(path)
+        # The file itself is the browser's business; what it is made of is caught on the way.
+        window.run(
+            """window.saved = [];
+            const make = URL.createObjectURL;
+            URL.createObjectURL = blob => { blob.text().then(text => window.saved.push(text)); return make(blob); };
+            document.querySelectorAll('.download').forEach(button => button.click());"""
+        )
+        names = window.run("return [...document.querySelectorAll('.download')].map(button => button.dataset.name)")
+        saved = window.run("return window.saved")
+    assert names == ["months.csv", "drawdowns.csv", "trades.csv"]
+    assert trades_csv(evidence.trades) in saved
+    assert len(saved) == 3

@@ -45,8 +45,9 @@ def equity_chart(
     results: Mapping[str, BacktestResult],
     falls: Sequence[str] = ("agent", "buy & hold"),
     hidden: Sequence[str] = ("flat",),
+    filled: str = "agent",
 ) -> go.Figure:
-    """Equity of each policy and, below, how far `falls` were from the highest equity so far."""
+    """Equity of each policy and, below, how far `falls` were from the highest equity so far, one of them `filled`."""
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
     for position, (name, result) in enumerate(results.items()):
         line, when = line_of(name, position), close_times(result)
@@ -63,7 +64,7 @@ def equity_chart(
                 showlegend=row == 1,
                 visible=visible,
                 line=line,
-                fill="tozeroy" if row == 2 and name == "agent" else None,
+                fill="tozeroy" if row == 2 and name == filled else None,
                 fillcolor="rgba(0, 114, 178, 0.15)",
                 hovertemplate="%{y:.3f}" if row == 1 else "%{y:.1f} %",
                 row=row,
@@ -174,7 +175,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.62, 0.38], vertical_spacing=0.05)
     shown = thin(price)
     chart.add_scatter(
-        x=when[shown], y=price[shown], name="price", line={"color": GREY, "width": 1.2}, hovertemplate="%{y:,.6~g}"
+        x=when[shown], y=price[shown], name="price", line={"color": GREY, "width": 1.6}, hovertemplate="%{y:,.6~g}"
     )
     change = np.diff(weight, prepend=0.0)
     largest = np.argsort(-np.abs(change))[:MARKED_TRADES]
@@ -198,7 +199,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
             y=100 * part[shown],
             name=name,
             fill="tozeroy",
-            line={"color": colour, "width": 0.5, "shape": "vh"},
+            line={"color": colour, "width": 1.5, "shape": "vh"},
             hovertemplate="%{y:.0f} %",
             row=2,
             col=1,
@@ -225,7 +226,7 @@ def activity_chart(result: BacktestResult) -> go.Figure:
             y=100 * values[kept],
             name=name,
             showlegend=False,
-            line={"color": BLUE, "width": 1.2},
+            line={"color": BLUE, "width": 1.8},
             fill="tozeroy",
             fillcolor="rgba(0, 114, 178, 0.2)",
             hovertemplate="%{y:.1f} %",
@@ -240,7 +241,7 @@ def activity_chart(result: BacktestResult) -> go.Figure:
             y=100 * total[rows],
             name=kind,
             stackgroup="costs" if (total >= 0).all() else None,
-            line={"color": PALETTE[position % len(PALETTE)], "width": 1},
+            line={"color": PALETTE[position % len(PALETTE)], "width": 1.5},
             hovertemplate="%{y:.2f} %",
             row=3,
             col=1,

@@ -26,6 +26,7 @@ from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
+from tailguard.evaluate.trades import Trade, round_trips
 from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
 from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
 from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
@@ -83,6 +84,8 @@ class Evidence:
     stress: tuple[Scenario, ...]
     prices: Float
     """Closes of the traded bars, [T, A]."""
+    trades: tuple[Trade, ...]
+    """The agent's round trips in the order of entry."""
     synthetic: bool
     training: tuple[Mapping[str, float], ...]
     """Figures of every iteration."""
@@ -143,7 +146,7 @@ def collect(
         known = standing(results, budget or own_budget(run.config), seed=seed, before_each=before_each)
     own = known.results[AGENT]
     before_each("validation")
-    validation = backtest(run.agent, run.split.validation)
+    validation = backtest(run.agent, run.split.validation, progress_bar=False)
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
@@ -171,6 +174,7 @@ def collect(
         calibration=foreseen,
         stress=tuple(stress),
         prices=prices_of(own, panel),
+        trades=tuple(round_trips(own, panel)),
         synthetic=run.synthetic is not None,
         training=figures,
         alarms=alarms_in(figures),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -29,6 +31,7 @@ class Page:
 
     parts: list[str] = field(default_factory=list)
     charts: int = 0
+    downloads: int = 0
 
     def add(self, markup: str) -> None:
         """Put finished HTML at the end."""
@@ -66,7 +69,39 @@ class Page:
             + "</tr>"
             for row in rows
         )
-        self.add(f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>')
+        self._put_table(head, body)
+
+    def heatmap(
+        self, headings: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]], *, caption: str = ""
+    ) -> None:
+        """A table of signed fractions in percent, shaded by size; the last column is a total and has no shade."""
+        rows = list(rows)
+        if caption:
+            self.paragraph(caption, "soft")
+        largest = max((abs(value) for _, values in rows for value in values[:-1] if value is not None), default=0.0)
+        head = "".join(f'<th scope="col">{prose(text)}</th>' for text in headings)
+        body = "".join(
+            f"<tr><td>{escape(name)}</td>{''.join(_shaded(value, largest) for value in values[:-1])}"
+            f"{_shaded(values[-1], math.inf)}</tr>"
+            for name, values in rows
+        )
+        self._put_table(head, body, ' class="heatmap"')
+
+    def _put_table(self, head: str, body: str, attributes: str = "") -> None:
+        """A table that scrolls inside its box, by touch and by keyboard, where the page is narrower."""
+        self.add(
+            f'<div class="wide" tabindex="0"><table{attributes}><thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def download(self, name: str, text: str, label: str) -> None:
+        """A button that saves a text as a file; the text is in the page."""
+        self.downloads += 1
+        anchor = f"download-{self.downloads}"
+        self.add(
+            f'<button type="button" class="download" data-text="{anchor}" data-name="{escape(name)}">{escape(label)}'
+            f'</button><script type="application/json" id="{anchor}">{as_text(json.dumps(text))}</script>'
+        )
 
     def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         """Names and texts of any length."""
@@ -88,6 +123,7 @@ class Page:
                 '<meta name="viewport" content="width=device-width, initial-scale=1">',
                 f"<title>{escape(title)}</title>",
                 f"<style>{read('page.css')}</style>\n</head>\n<body>",
+                '<button type="button" id="theme" aria-label="Switch between light and dark">◐ theme</button>',
                 "<noscript><p>The charts of this page need JavaScript; all words and tables are here.</p></noscript>",
                 *self.parts,
                 *(f"<script>{script}</script>" for script in scripts),
@@ -98,8 +134,21 @@ class Page:
 
 def as_data(chart: go.Figure) -> str:
     """A chart as JSON that cannot end the script element it stands in."""
-    text: str = chart.to_json()
+    return as_text(chart.to_json())
+
+
+def as_text(text: str) -> str:
+    """JSON in which nothing can be read as markup."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _shaded(value: float | None, largest: float) -> str:
+    """A cell of a heatmap: green above zero, red below, the stronger the larger."""
+    if value is None:
+        return "<td></td>"
+    strength = abs(value) / largest if largest > 0 else 0.0
+    colour = "0, 158, 115" if value > 0 else "213, 94, 0"
+    return f'<td style="background: rgba({colour}, {0.55 * strength:.2f})">{100 * value:+.1f}&nbsp;%</td>'
 
 
 def read(name: str) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
+
+import numpy as np
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.report import charts
+from tailguard.evaluate.report import charts, tables
 from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
@@ -34,6 +37,10 @@ RESULTS_CAPTION = (
 )
 SHOWN_ASSETS = 4
 """Assets with a chart of their own."""
+SHOWN_TRADES = 5
+"""Best and worst trades that are listed."""
+EMBEDDED_TRADES = 10_000
+"""Most trades that the page itself holds, about 1.5 MB."""
 ENOUGH_WINDOWS = 26
 """Windows, counted without overlap, below which a shorter horizon is shown."""
 
@@ -106,7 +113,18 @@ def _growth(page: Page, evidence: Evidence) -> None:
         "soft",
     )
     page.paragraph(trials_in_words(evidence), "soft")
+    _months(page, evidence)
     _seen_and_unseen(page, evidence)
+
+
+def _months(page: Page, evidence: Evidence) -> None:
+    page.add("<h3>Month by month</h3>")
+    page.heatmap(
+        ("year", *tables.MONTHS, "total"),
+        tables.month_rows(evidence.agent),
+        caption="The agent's net returns by calendar month, UTC. The first and the last month may be traded in part.",
+    )
+    page.download("months.csv", tables.months_csv(evidence.agent), "Download the months as CSV")
 
 
 def trials_in_words(evidence: Evidence) -> str:
@@ -164,7 +182,7 @@ def _risk(page: Page, evidence: Evidence) -> None:
     page.chart(
         charts.returns_chart(evidence.results, horizon, evidence.budget),
         f"{'Deepest falls from a high within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the "
-        "best of the worst windows, CVaR their mean.",
+        "threshold of the worst windows, CVaR the mean beyond it.",
     )
     rolling = charts.rolling_chart(evidence.results)
     if rolling is not None:
@@ -180,6 +198,11 @@ def _risk(page: Page, evidence: Evidence) -> None:
         if f"{kind}_1_{span}" in own.metrics
     ]
     page.table(("agent", *names), rows, caption="Losses at the worst 1, 5 and 10 % of bars, days and weeks.")
+    falls_of_agent = tables.drawdown_rows(own)
+    if falls_of_agent:
+        page.add("<h3>Worst drawdowns</h3>")
+        page.table(tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest falls from a high, UTC.")
+        page.download("drawdowns.csv", tables.drawdowns_csv(own), "Download all drawdowns as CSV")
     _foreseen(page, evidence)
 
 
@@ -287,6 +310,34 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
         ],
     )
     page.add("</div>")
+    _trades(page, evidence)
+
+
+def _trades(page: Page, evidence: Evidence) -> None:
+    """Best and worst round trips, and all of them to take away."""
+    trades, own = evidence.trades, evidence.agent
+    page.add("<h3>Trades</h3>")
+    if not trades:
+        page.paragraph("The agent never held a position.")
+        return
+    bar = timedelta(days=metrics.DAYS_PER_YEAR / own.bars_per_year)
+    gains = sum(trade.pnl > 0 for trade in trades)
+    held = float(np.median([trade.bars for trade in trades]))
+    page.paragraph(
+        f"{len(trades):,} round trips, {percent(gains / len(trades), sign=False)} of them with a gain, held for "
+        f"{tables.duration(held * bar)} in the median. A trade lasts while the position keeps its side; resizing it "
+        "does not end it. P&L and costs are shares of the starting capital; all trades together are the whole record."
+    )
+    order = sorted(trades, key=lambda trade: trade.pnl)
+    shown = min(SHOWN_TRADES, (len(trades) + 1) // 2)
+    for title, chosen in (("Best", order[::-1][:shown]), ("Worst", order[:shown])):
+        page.table(
+            tables.TRADE_HEADINGS, [tables.trade_row(trade, bar) for trade in chosen], caption=f"{title} trades."
+        )
+    if len(trades) <= EMBEDDED_TRADES:
+        page.download("trades.csv", tables.trades_csv(trades), f"Download all {len(trades):,} trades as CSV")
+    else:
+        page.paragraph(f"All {len(trades):,} trades: tailguard report RUN --csv writes them to a file.", "soft")
 
 
 def _training(page: Page, evidence: Evidence) -> None:

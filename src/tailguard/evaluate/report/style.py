@@ -24,7 +24,7 @@ BY_NAME = {
     "planted optimum": (GREEN, "dash"),
     "moving-average cross": (PURPLE, "dot"),
     "volatility target": (VERMILLION, "dashdot"),
-    "random timing": (SKY, "solid"),
+    "random timing": (SKY, "longdash"),
     "flat": (GREY, "dot"),
 }
 
@@ -36,7 +36,7 @@ def line_of(name: str, position: int = 0) -> dict[str, Any]:
     if name.startswith("agent, "):
         # Several agents beside the baselines are told apart by their dashes, and from the baselines by the colour.
         colour, dash = BLUE, DASHES[place]
-    return {"color": colour, "dash": dash, "width": 2.5 if name == "agent" else 1.5}
+    return {"color": colour, "dash": dash, "width": 2.5 if name == "agent" else 1.8}
 
 
 def label(text: str) -> str:

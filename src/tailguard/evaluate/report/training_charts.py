@@ -41,7 +41,7 @@ def training_charts(figures: Sequence[Mapping[str, float]], alarms: Sequence[Ala
             x=values[shown, 0],
             y=values[shown, 1],
             mode="lines+markers" if len(values) < 40 else "lines",
-            line={"color": BLUE, "width": 1.5},
+            line={"color": BLUE, "width": 2},
             marker={"size": 5},
             hovertemplate="%{y:.4g}<extra></extra>",
         )
