@@ -135,7 +135,7 @@ def test_what_depends_on_the_times_is_not_judged_until_they_are_right(good_bars,
     report = validate(FAULTS[fault][0](good_bars(200), 50), "bars.parquet")
 
     assert {check.name for check in report.checks if check.level == "skipped"} == {
-        *("frequency", "gaps", "volume unit", "stale", "zero volume", "spikes", "returns")
+        *("frequency", "gaps", "sessions", "volume unit", "stale", "zero volume", "spikes", "returns")
     }
 
 

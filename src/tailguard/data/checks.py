@@ -16,6 +16,7 @@ import polars as pl
 from tailguard.data.bars import OPTIONAL, REQUIRED
 from tailguard.data.findings import SHOWN, Check, Row, judge, number, skipped, time_label
 from tailguard.data.frequency import frequency_label
+from tailguard.data.sessions import check_sessions
 
 Gaps = Literal["error", "split"]
 
@@ -227,7 +228,10 @@ def check_times(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> list[Ch
     """The checks that the times of one symbol must pass before anything can be done with its bars."""
     checks = [check_order(bars), check_duplicates(bars)]
     if any(check.level == "error" for check in checks):
-        return [*checks, skipped("frequency"), skipped("gaps")]
+        return [*checks, skipped("frequency"), skipped("gaps"), skipped("sessions")]
     common = most_common_step(bars["time"]) or frequency
+    sessions = check_sessions(bars, common)
     missing = check_gaps(bars, frequency, gaps) if common == frequency else skipped("gaps")
-    return [*checks, check_frequency(bars, frequency, common), missing]
+    if sessions.level == "error":
+        missing = Check("gaps", "skipped", "those of the sessions")
+    return [*checks, check_frequency(bars, frequency, common), missing, sessions]

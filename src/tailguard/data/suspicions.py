@@ -89,7 +89,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
     return (
         judge(
             "spikes",
-            "no price jumps and fully reverts",
+            "no jump that fully reverts",
             spikes,
             describe_spike,
             noun="bar",
