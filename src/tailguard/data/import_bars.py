@@ -29,7 +29,7 @@ from tailguard.data.findings import (
 from tailguard.data.frequency import frequency_label
 from tailguard.data.mapped import ArrayWriter, map_array
 from tailguard.data.pieces import read_pieces
-from tailguard.data.sources import Paths, files_of, name_of
+from tailguard.data.readers import Paths, files_of, name_of
 from tailguard.data.suspicions import SCALE_BARS
 from tailguard.data.validation import validate
 from tailguard.data.volume_unit import FEWEST_BARS, WEEK, VolumeUnit, typical_price
