@@ -253,9 +253,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return found
 
 
-def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
+def _merge(settings: dict[str, Any], values: Mapping[Any, Any], source: str, prefix: str = "") -> None:
     """Put given values over the settings, in place; every key must be there already."""
-    for name, value in given.items():
+    for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
