@@ -45,6 +45,9 @@ CCXT_CANDLES = ("timestamp", "open", "high", "low", "close", "volume")
 POSITIONAL = {len(names): names for names in (CCXT_CANDLES, BINANCE_KLINES)}
 """Names of the columns of a table that has none, by its width."""
 
+RESERVED = ("file", "row", "unreadable", "context", "segment", "close_time", "ignore", "row index 0", "row index 1")
+"""Names that no extra column can have: those of Tailguard's own columns, and the fillers of Binance's klines."""
+
 # Seconds, milliseconds, microseconds, nanoseconds: the smallest count taken for the unit (a day in 1973) and the
 # microseconds in one. A range ends where the next begins, so that a count belongs to one unit only.
 _EPOCH_UNITS = ((1e8, 1e6), (1e11, 1e3), (1e14, 1.0), (1e17, 1e-3))
@@ -76,6 +79,26 @@ def recognise(columns: Sequence[str], file: str) -> Recognised:
         raise BarsError(f"{file}: no column for {wanted}. Columns found: {', '.join(map(column_label, columns))}")
     used = set(fields.values())
     return Recognised(fields, tuple(column for column in columns if column not in used))
+
+
+def is_time_name(name: str) -> bool:
+    """Whether a column of this name is taken for the times."""
+    return _key(name) in map(_key, ACCEPTED["time"])
+
+
+def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Series]:
+    """The numeric ones among the columns that are no field of bars, as Float64: features of one's own may need them.
+
+    Other names of a field and columns that tell nothing are left out.
+    """
+    known = {_key(name) for names in ACCEPTED.values() for name in names} | set(map(_key, RESERVED))
+    found = {}
+    for column in ignored:
+        numbers = read_numbers(raw[column])
+        is_numeric = numbers.count() > 0 and numbers.null_count() == raw[column].null_count()
+        if is_numeric and _key(column) not in known:
+            found[column] = numbers
+    return found
 
 
 def column_label(column: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
+from tailguard.data.columns import symbol_of
 from tailguard.data.readers import (
     IPC,
     READING_ERRORS,
@@ -32,7 +33,7 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
     first = 1
     try:
         for raw in _raw_pieces(path, rows):
-            yield Table.of(raw, path, first)
+            yield Table.of(raw, str(path), symbol_of(path), first)
             first += raw.height
     except READING_ERRORS as error:
         raise unreadable(path, error) from error

@@ -43,7 +43,13 @@ def name_of(path: Paths) -> str:
 
 
 def files_of(path: Paths) -> list[Path]:
-    given = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    try:
+        given = [Path(path)] if isinstance(path, str | Path) else [Path(one) for one in path]
+    except TypeError:
+        raise BarsError(
+            f"bars come from files (a path, a folder, a list of paths) or a pandas or Polars frame, not from "
+            f"{type(path).__name__}"
+        ) from None
     files: list[Path] = []
     for one in given:
         if (one / MANIFEST).is_file():

@@ -1,20 +1,20 @@
-"""Bars from files: CSV, Parquet and Feather, one file, several or a folder, one symbol or many."""
+"""Bars from files and data frames: one, several or a folder of them, one symbol or many; read, checked, sorted."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
 from functools import reduce
-from pathlib import Path
 
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, Bars, with_segments
 from tailguard.data.checks import Gaps
-from tailguard.data.columns import column_label, read_numbers, read_times, recognise, symbol_of
+from tailguard.data.columns import column_label, extra_columns, read_numbers, read_times, recognise, symbol_of
 from tailguard.data.findings import Report, error_message, warning_message
+from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
-from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file
+from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
 from tailguard.data.validation import validate as validate_frame
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
@@ -27,14 +27,16 @@ class Source:
     name: str
     frame: pl.DataFrame
     """Laid out as `tailguard.data.checks` says; each symbol's files follow each other in the order of their times."""
+    extra: tuple[str, ...]
+    """Numeric columns that are not bars' fields, kept for features of one's own; they are not checked."""
     ignored: tuple[str, ...]
-    """Columns that are not bars' fields."""
+    """Other columns that are not bars' fields."""
     dropped: tuple[str, ...]
     """Optional fields that some files have and others do not, so that none is kept."""
 
 
 def load_bars(
-    path: Paths,
+    path: Paths | Frame,
     *,
     symbol: str | None = None,
     frequency: str | None = None,
@@ -45,7 +47,8 @@ def load_bars(
     """Read bars and make sure that they can be trusted.
 
     Args:
-        path: a CSV (also .csv.gz, or a .zip of one), Parquet or Feather file, a folder of them, or a list of files.
+        path: a CSV (also .csv.gz, or a .zip of one), Parquet or Feather file, a folder of them, or a list of files;
+            or a pandas or Polars frame with the same columns. Times without a zone are UTC.
         symbol: the symbol to pick where there are several, or the name to give where the files tell none.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
         gaps: "error" refuses missing bars; "split" keeps what there is and starts a new segment after each gap, which
@@ -88,51 +91,59 @@ def check_source(
 ) -> Report:
     """Every check on what was read, errors and warnings together; see `load_bars` for the arguments."""
     return validate_frame(
-        source.frame,
+        source.frame.drop(source.extra),
         source.name,
         frequency=parse_frequency(frequency) if frequency else None,
         gaps=gaps,
         volume_unit=volume_unit,
         times_only=times_only,
         ignored=(*map(column_label, source.ignored), *(f"{name} (not in every file)" for name in source.dropped)),
+        extra=source.extra,
     )
 
 
-def read_source(path: Paths, *, symbol: str | None = None) -> Source:
-    """Read the files of `path` and put each symbol's bars together."""
-    files = files_of(path)
-    check_memory(files, name_of(path))
-    tables = [Table.of(read_file(file), file) for file in files]
+def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
+    """Read the files of `path`, or the frame, and put each symbol's bars together."""
+    if is_frame(path):
+        name = frame_name(path)
+        tables = [Table.of(with_names(read_frame(path)), name, "bars")]
+    else:
+        files, name = files_of(path), name_of(path)
+        check_memory(files, name)
+        tables = [Table.of(read_file(file), str(file), symbol_of(file)) for file in files]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
-    dropped = tuple(name for name in OPTIONAL if name in any_ - common)
-    order = ["file", "row", "unreadable", "symbol", "time", *REQUIRED, *(name for name in OPTIONAL if name in common)]
-    frame = pl.concat([table.frame.select(order) for table in tables])
-    name = name_of(path)
+    dropped = tuple(field for field in OPTIONAL if field in any_ - common)
+    extra = tuple(column for column in tables[0].extra if column in common)
+    fields = (*REQUIRED, *(field for field in OPTIONAL if field in common), *extra)
+    frame = pl.concat([table.frame.select("file", "row", "unreadable", "symbol", "time", *fields) for table in tables])
     if symbol is not None:
         frame = _pick(frame, symbol, name, named=any(table.names_symbols for table in tables))
     if frame.is_empty():
         raise BarsError(f"{name}: no bars")
-    if frame["symbol"].n_unique() > 1 or len(files) > 1:
+    if frame["symbol"].n_unique() > 1 or len(tables) > 1:
         # A stable sort: the rows of one file keep their order, which the checks judge.
         begins = pl.col("time").drop_nulls().first().over("symbol", "file")
         frame = frame.sort("symbol", begins, maintain_order=True)
-    ignored = dict.fromkeys(column for table in tables for column in table.ignored)
-    return Source(name, frame, tuple(ignored), dropped)
+    ignored = dict.fromkeys(column for table in tables for column in table.ignored if column not in extra)
+    return Source(name, frame, extra, tuple(ignored), dropped)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One file, or a piece of one, as read: laid out as `Source.frame`."""
+    """One file, a piece of one, or a frame, as read: laid out as `Source.frame`."""
 
     frame: pl.DataFrame
+    extra: tuple[str, ...]
+    """Numeric columns of the frame that are not bars' fields."""
     ignored: tuple[str, ...]
+    """All columns that are not bars' fields."""
     names_symbols: bool
 
     @staticmethod
-    def of(raw: pl.DataFrame, path: Path, first_row: int = 1) -> Table:
-        """Recognise the columns of `raw`, whose first row is the file's `first_row`."""
-        recognised = recognise(raw.columns, str(path))
+    def of(raw: pl.DataFrame, path: str, symbol: str, first_row: int = 1) -> Table:
+        """Recognise the columns of `raw`, whose first row is the file's `first_row`; `symbol` if no column names it."""
+        recognised = recognise(raw.columns, path)
         fields = recognised.fields
         columns = {name: read_numbers(raw[fields[name]]) for name in (*REQUIRED, *OPTIONAL) if name in fields}
         columns["time"] = read_times(raw[fields["time"]])
@@ -142,15 +153,17 @@ class Table:
                 f"{raw[fields['time']][0]!r}); write ISO like 2021-02-13 09:00, or seconds or milliseconds since 1970"
             )
         unreadable = _unreadable(raw, fields, columns)
-        symbols = raw[fields["symbol"]].cast(pl.String) if "symbol" in fields else pl.lit(symbol_of(path))
+        extra = extra_columns(raw, recognised.ignored)
+        columns |= extra
+        symbols = raw[fields["symbol"]].cast(pl.String) if "symbol" in fields else pl.lit(symbol)
         frame = pl.DataFrame({name: column.rename(name) for name, column in columns.items()}).select(
-            file=pl.lit(str(path)),
+            file=pl.lit(path),
             row=pl.int_range(first_row, pl.len() + first_row, dtype=pl.Int64),
             unreadable=unreadable,
             symbol=symbols,
             **{name: pl.col(name) for name in columns},
         )
-        return Table(frame, recognised.ignored, "symbol" in fields)
+        return Table(frame, tuple(extra), recognised.ignored, "symbol" in fields)
 
 
 def _unreadable(raw: pl.DataFrame, fields: dict[str, str], columns: dict[str, pl.Series]) -> pl.Series:
