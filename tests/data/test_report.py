@@ -99,7 +99,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_the_exit_status_tells_sound_faulty_and_unusable_files_apart(
     good_bars, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bars = good_bars(100).drop("file", "row", "unreadable")
+    bars = good_bars(2_400).drop("file", "row", "unreadable")
     bars.write_parquet(tmp_path / "good.parquet")
     pl.concat([bars[:50], bars[60:]]).write_parquet(tmp_path / "gap.parquet")
     bars.drop("close").write_parquet(tmp_path / "columns.parquet")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from tailguard.data.columns import symbol_of
+from tailguard.data.columns import recognise, symbol_of
 from tailguard.data.readers import (
     IPC,
     READING_ERRORS,
@@ -19,7 +19,7 @@ from tailguard.data.readers import (
     unreadable,
     with_names,
 )
-from tailguard.data.sources import Table
+from tailguard.data.sources import Table, table_symbol
 from tailguard.errors import BarsError
 
 CSV_ROW_BYTES = 100
@@ -39,6 +39,17 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
         raise unreadable(path, error) from error
     if first == 1:
         raise BarsError(f"{path}: no bars")
+
+
+def fields_of(path: Path) -> set[str]:
+    """The fields of bars that the file has, by its columns alone."""
+    try:
+        raw = next(_raw_pieces(path, 1_000), None)
+    except READING_ERRORS as error:
+        raise unreadable(path, error) from error
+    if raw is None:
+        raise BarsError(f"{path}: no bars")
+    return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
 
 
 def _raw_pieces(path: Path, rows: int) -> Iterator[pl.DataFrame]:

@@ -71,6 +71,8 @@ def _finding(check: Check, several_files: bool) -> str:
         (f"{os.path.basename(offender.file)} " if several_files else "") + f"{offender.place} {offender.text}"
         for offender in check.offenders
     ]
+    if not places:
+        return check.summary
     return f"{check.summary}: {'; '.join(places)}" + ("; …" if check.count > len(places) else "")
 
 

@@ -10,7 +10,15 @@ import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, Bars, with_segments
 from tailguard.data.checks import Gaps
-from tailguard.data.columns import column_label, extra_columns, read_numbers, read_times, recognise, symbol_of
+from tailguard.data.columns import (
+    column_label,
+    extra_columns,
+    read_numbers,
+    read_times,
+    recognise,
+    symbol_column,
+    symbol_of,
+)
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
@@ -75,6 +83,11 @@ def load_bars(
         )
     for check in report.warnings:
         warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
+    return bars_of(source, report, volume_unit)
+
+
+def bars_of(source: Source, report: Report, volume_unit: VolumeUnit = "base") -> Bars:
+    """The bars of a source whose report has no errors."""
     frame = source.frame.drop("file", "row", "unreadable")
     if volume_unit == "quote":
         frame = frame.with_columns(pl.col("volume") / typical_price())
@@ -143,10 +156,13 @@ class Table:
     @staticmethod
     def of(raw: pl.DataFrame, path: str, symbol: str, first_row: int = 1) -> Table:
         """Recognise the columns of `raw`, whose first row is the file's `first_row`; `symbol` if no column names it."""
-        recognised = recognise(raw.columns, path)
+        recognised = recognise(raw.columns, path, table_symbol(raw, symbol))
         fields = recognised.fields
         columns = {name: read_numbers(raw[fields[name]]) for name in (*REQUIRED, *OPTIONAL) if name in fields}
-        columns["time"] = read_times(raw[fields["time"]])
+        try:
+            columns["time"] = read_times(raw[fields["time"]])
+        except BarsError as error:
+            raise BarsError(f"{path}: {error}") from None
         if raw.height and columns["time"].count() == 0:
             raise BarsError(
                 f"{path}: no value of column {column_label(fields['time'])!r} is a time (the first is "
@@ -164,6 +180,12 @@ class Table:
             **{name: pl.col(name) for name in columns},
         )
         return Table(frame, tuple(extra), recognised.ignored, "symbol" in fields)
+
+
+def table_symbol(raw: pl.DataFrame, otherwise: str) -> str:
+    """The symbol of the first row, where a column names it."""
+    column = symbol_column(raw.columns)
+    return str(raw[column][0]) if column is not None and raw.height else otherwise
 
 
 def _unreadable(raw: pl.DataFrame, fields: dict[str, str], columns: dict[str, pl.Series]) -> pl.Series:
