@@ -213,7 +213,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs give it no types
             raise yaml.composer.ComposerError(
                 None, None, f"aliases (*{event.anchor}) are not allowed; write the value out", event.start_mark
             )

@@ -92,8 +92,10 @@ def _coverage(times: NDArray[np.int64], slot: timedelta, period: timedelta) -> N
 def _in_words(closed: NDArray[np.bool_], slot: timedelta, period: timedelta) -> str:
     """Days without any bar, or else the hours of the day."""
     if period == WEEK:
-        days = np.zeros(7, bool) if DAY % slot else closed.reshape(7, -1).all(axis=1)
-        if days.any():
-            return ", ".join(name for name, is_closed in zip(_DAYS, days, strict=True) if is_closed)
+        days = (
+            [] if DAY % slot else [name for name, part in zip(_DAYS, closed.reshape(7, -1), strict=True) if part.all()]
+        )
+        if days:
+            return ", ".join(days)
         return f"{closed.sum() * slot / timedelta(hours=1):.0f} of the week's 168 hours"
     return f"{closed.sum() * slot / timedelta(hours=1):.0f} of the day's 24 hours"
