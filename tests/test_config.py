@@ -111,7 +111,7 @@ def test_a_long_value_is_shortened_in_the_message(override: str) -> None:
     assert len(str(refused.value)) < 1_000
 
 
-@pytest.mark.parametrize("text", ["a: 2021-13-45", "a: " + "9" * 5_000, "[" * 3_000])
+@pytest.mark.parametrize("text", ["a: 2021-13-45", "a: " + "9" * 5_000, "[" * 3_000, "a: \x01"])
 def test_values_that_yaml_cannot_build_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)

@@ -222,15 +222,16 @@ class _Loader(yaml.SafeLoader):
 
 def _parse_yaml(text: str, what: str) -> Any:
     """The value that `text` holds; `what` begins the message where it holds none."""
-    loader = _Loader(text)
     try:
-        return loader.get_single_data()
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, ValueError) as error:  # values: a date that does not exist, a number of 5,000 digits
         raise ConfigError(f"{what} not readable as YAML: {shortened(str(error))}") from error
     except RecursionError as error:
         raise ConfigError(f"{what} not readable as YAML: nested too deeply") from error
-    finally:
-        loader.dispose()
 
 
 def shortened(text: str) -> str:
