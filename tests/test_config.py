@@ -75,3 +75,46 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match="not list"):
         load_config(path)
+
+
+def bomb(depth: int) -> str:
+    """Ten of the line before on every line: 10^depth values in a few hundred bytes."""
+    lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, depth)]
+    return "\n".join(lines) + f"\nppo: *a{depth - 1}\n"
+
+
+@pytest.mark.parametrize("depth", [2, 7])
+def test_aliases_are_refused_before_they_are_expanded(tmp_path: Path, depth: int) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(bomb(depth))
+    with pytest.raises(
+        ConfigError, match=r"aliases \(\*a0\) are not allowed; write the value out\s+in .*line 2"
+    ) as refused:
+        load_config(path)
+    assert len(str(refused.value)) < 500
+    with pytest.raises(ConfigError, match="aliases"):
+        load_config(overrides=["data.symbols=[&a x, *a]"])
+
+
+def test_a_file_too_large_for_settings_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("ppo: [" + "1, " * 200_000 + "1]")
+    with pytest.raises(ConfigError, match=r"run\.yaml: 600 kB; settings take less than 262 kB"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("override", ["ppo=", "ppo.gamma=", "data.symbols="])
+def test_a_long_value_is_shortened_in_the_message(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(overrides=[override + "{a: " + "x" * 50_000 + "}"])
+    assert len(str(refused.value)) < 1_000
+
+
+@pytest.mark.parametrize("text", ["a: 2021-13-45", "a: " + "9" * 5_000, "[" * 3_000, "a: \x01"])
+def test_values_that_yaml_cannot_build_are_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="not readable as YAML") as refused:
+        load_config(path)
+    assert len(str(refused.value)) < 1_000

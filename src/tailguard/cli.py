@@ -158,11 +158,16 @@ def data_check(
         Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
     ] = "base",
 ) -> None:
-    """Check that bars can be trusted. Exit status 0: yes; 1: a check failed; 2: the files cannot be read."""
+    """Check that bars can be trusted and suffice to train with default settings.
+
+    Exit status 0: yes; 1: a check failed; 2: the files cannot be read.
+    """
     from rich.console import Console
 
+    from tailguard.config import RunConfig
+    from tailguard.data.readiness import ready_report
     from tailguard.data.report import print_report
-    from tailguard.data.sources import check_source, read_source
+    from tailguard.data.sources import bars_of, check_source, read_source
     from tailguard.envs.mapped_market import is_prepared_market, open_market
 
     if len(files) == 1 and is_prepared_market(files[0]):
@@ -171,6 +176,17 @@ def data_check(
         return
     source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
     report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
+    if not report.errors:
+        run = RunConfig()
+        report = ready_report(
+            report,
+            bars_of(source, report, volume_unit),
+            validation=run.data.validation,
+            test=run.data.test,
+            embargo=run.data.embargo,
+            episode_length=run.env.episode_length,
+            funding_rate=run.market.funding_rate,
+        )
     print_report(report, Console())
     raise typer.Exit(1 if report.errors else 0)
 

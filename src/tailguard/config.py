@@ -20,10 +20,15 @@ from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
+from tailguard.memory import in_words
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
+LARGEST_FILE = 2**18
+"""Bytes of a file of settings; all of them with their comments take a twentieth."""
+LONGEST_QUOTE = 300
+"""Characters of a user's value that a message repeats."""
 
 
 @dataclass(frozen=True)
@@ -158,14 +163,13 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
     for override in overrides:
         key, separator, value = override.partition("=")
         if not separator or not key.strip():
-            raise ConfigError(f"--set {override}: write it as section.key=value, for example ppo.gamma=0.995")
-        try:
-            nested: Any = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {override}: the value is not readable as YAML: {error}") from error
+            raise ConfigError(
+                f"--set {shortened(override)}: write it as section.key=value, for example ppo.gamma=0.995"
+            )
+        nested: Any = _parse_yaml(value, f"--set {shortened(override)}: the value is")
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        _merge(settings, nested, f"--set {override}")
+        _merge(settings, nested, f"--set {shortened(override)}")
     return _build(settings, source)
 
 
@@ -223,14 +227,45 @@ def _describe(config: Any, depth: int) -> Iterator[str]:
             yield f"{indent}{item.name}: {text}"
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only, each written out: an alias in an alias in an alias is gigabytes in a few lines."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs give it no types
+            raise yaml.composer.ComposerError(
+                None, None, f"aliases (*{event.anchor}) are not allowed; write the value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+
+def _parse_yaml(text: str, what: str) -> Any:
+    """The value that `text` holds; `what` begins the message where it holds none."""
+    try:
+        loader = _Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError) as error:  # values: a date that does not exist, a number of 5,000 digits
+        raise ConfigError(f"{what} not readable as YAML: {shortened(str(error))}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{what} not readable as YAML: nested too deeply") from error
+
+
+def shortened(text: str) -> str:
+    """`text` as a message may hold it."""
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]} … ({len(text):,} characters)"
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
+        if (size := path.stat().st_size) > LARGEST_FILE:
+            raise ConfigError(f"{path}: {in_words(size)}; settings take less than {in_words(LARGEST_FILE)}")
         text = path.read_text(encoding="utf-8")
-        found = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    found = _parse_yaml(text, f"{path}:")
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -238,16 +273,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return found
 
 
-def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
+def _merge(settings: dict[str, Any], values: Mapping[Any, Any], source: str, prefix: str = "") -> None:
     """Put given values over the settings, in place; every key must be there already."""
-    for name, value in given.items():
+    for name, value in values.items():
         key = f"{prefix}{name}"
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")
         if isinstance(settings[name], dict):
             if not isinstance(value, dict):
-                raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {value!r}")
+                raise ConfigError(
+                    f"{source}: {key}: this is a section; give its settings, not {shortened(repr(value))}"
+                )
             _merge(settings[name], value, source, f"{key}.")
         else:
             settings[name] = value
@@ -271,7 +308,7 @@ def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(settings))
-        raise ConfigError(f"{source}: {key}: {first['msg']}, not {first['input']!r}") from None
+        raise ConfigError(f"{source}: {key}: {first['msg']}, not {shortened(repr(first['input']))}") from None
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:

@@ -135,7 +135,7 @@ def test_what_depends_on_the_times_is_not_judged_until_they_are_right(good_bars,
     report = validate(FAULTS[fault][0](good_bars(200), 50), "bars.parquet")
 
     assert {check.name for check in report.checks if check.level == "skipped"} == {
-        *("frequency", "gaps", "volume unit", "stale", "zero volume", "spikes", "returns")
+        *("frequency", "gaps", "sessions", "volume unit", "stale", "zero volume", "spikes", "returns")
     }
 
 
@@ -200,3 +200,22 @@ def test_optional_columns_are_checked_too_and_only_funding_may_be_negative(good_
         (8, "funding_rate nan is not finite"),
         (10, "trades -1 is not zero or a positive number"),
     ]
+
+
+@pytest.mark.parametrize(("frequency", "early"), [(HOUR, 1), (timedelta(days=1), 1), (HOUR, 1_000)])
+def test_bars_stamped_with_their_close_are_refused_with_the_shift(good_bars, frequency: timedelta, early: int) -> None:
+    bars = good_bars(300, frequency=frequency)
+    shift = frequency - timedelta(milliseconds=early)
+    closed = bars.with_columns(time=pl.col("time") + shift)
+
+    (check,) = validate(closed, "bars.parquet").errors
+
+    assert (check.name, check.count) == ("frequency", 300)
+    assert f"subtract {shift} from every time" in check.remedy
+    assert "is the end of a bar, not its opening" in check.offenders[0].text
+    # The way out that is named leads out.
+    assert validate(closed.with_columns(time=pl.col("time") - shift), "bars.parquet").errors == ()
+
+
+def test_bars_of_a_second_that_open_on_the_second_are_not_taken_for_closes(good_bars) -> None:
+    assert validate(good_bars(300, frequency=timedelta(seconds=1)), "bars.parquet").errors == ()

@@ -146,3 +146,41 @@ def test_columns_named_by_their_place_are_candles_or_klines() -> None:
 )
 def test_a_file_is_named_after_its_symbol(name: str, symbol: str) -> None:
     assert symbol_of(Path("folder.with.dots") / name) == symbol
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["1/4/1999", "1/5/1999", "1/15/1999"], [(1, 4, 0, 0), (1, 5, 0, 0), (1, 15, 0, 0)]),
+        (["4/1/1999", "15/1/1999"], [(1, 4, 0, 0), (1, 15, 0, 0)]),
+        (["31.12.1999", "01.02.1999"], [(12, 31, 0, 0), (2, 1, 0, 0)]),
+        (["01/04/1999 9:30", "01/13/1999 16:00"], [(1, 4, 9, 30), (1, 13, 16, 0)]),
+        (["1/4/1999 9:30:00 AM", "1/13/1999 12:15:00 PM"], [(1, 4, 9, 30), (1, 13, 12, 15)]),
+    ],
+)
+def test_dates_with_the_year_last_are_read_where_a_day_tells_their_order(
+    values: list[str], expected: list[tuple[int, int, int, int]]
+) -> None:
+    found = read_times(pl.Series("date", values)).to_list()
+    assert found == [datetime(1999, *fields, tzinfo=UTC) for fields in expected]
+
+
+def test_dates_that_can_be_read_in_two_ways_are_refused() -> None:
+    with pytest.raises(BarsError, match=r"'1/4/1999' can be read as month/day or as day/month.*1999-01-31"):
+        read_times(pl.Series("date", ["1/4/1999", "1/5/1999"]))
+
+
+def test_a_date_in_the_other_order_is_unreadable_and_spoils_no_other() -> None:
+    found = read_times(pl.Series("date", ["1/14/1999", "14/1/1999", "1/15/1999"]))
+    assert found.is_null().to_list() == [False, True, False]
+
+
+@pytest.mark.parametrize("symbol", ["BTC/USDT", "BTCUSDT"])
+def test_volumes_named_after_their_currency_are_told_apart_by_the_symbol(symbol: str) -> None:
+    columns = ["unix", "date", "symbol", "open", "high", "low", "close", "Volume BTC", "Volume USDT", "tradecount"]
+
+    fields = recognise(columns, "bars.csv", symbol).fields
+
+    assert (fields["volume"], fields["quote_volume"]) == ("Volume BTC", "Volume USDT")
+    with pytest.raises(BarsError, match="no column for volume"):
+        recognise(columns, "bars.csv", "ETHEUR")

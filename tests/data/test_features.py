@@ -342,7 +342,7 @@ def test_wrong_names_are_refused_with_the_way_out(names: list[str], message: str
         ({"name": "own", "warmup": -1}, "warmup=-1"),
         ({"name": "own", "warmup": 2.5}, "warmup=2.5"),
         ({"name": "own", "needs": "trades"}, r"needs=\('trades',\)"),
-        ({"name": "own", "needs": ("tades",)}, "'own' needs 'tades'; the optional columns are"),
+        ({"name": "own", "needs": ("tades",)}, "'own' needs 'tades'; did you mean 'trades'"),
     ],
 )
 def test_wrong_registrations_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -361,3 +361,27 @@ def test_one_bar_can_be_loaded_when_its_frequency_is_said(good_bars, tmp_path: P
     loaded: Bars = load_bars(tmp_path / "one.parquet", frequency="1h")
 
     assert (len(loaded), loaded.frequency) == (1, HOUR)
+
+
+def test_a_file_of_cryptodatadownload_needs_only_to_be_sorted(good_bars, tmp_path: Path) -> None:
+    """An address first, newest bars first, and volumes named after what they count."""
+    bars = with_everything(good_bars(60))
+    table = bars.select(
+        pl.col("time").dt.epoch("ms").alias("Unix"),
+        pl.col("time").dt.strftime("%Y-%m-%d %H:%M:%S").alias("Date"),
+        pl.col("symbol").alias("Symbol"),
+        *(pl.col(name).alias(name.capitalize()) for name in CANDLE[1:5]),
+        pl.col("volume").alias("Volume BTC"),
+        pl.col("quote_volume").alias("Volume USDT"),
+        pl.col("trades").alias("tradecount"),
+    )
+    path = tmp_path / "Binance_BTCUSDT_1h.csv"
+    path.write_bytes(b"https://www.CryptoDataDownload.com\n" + text(table[::-1]))
+
+    with pytest.raises(BarsError, match=r"Sort the file by time, oldest first"):
+        load_bars(path)
+
+    path.write_bytes(b"https://www.CryptoDataDownload.com\n" + text(table))
+    loaded = load_bars(path).frame
+    assert loaded["volume"].to_list() == bars["volume"].to_list()
+    assert loaded["quote_volume"].to_list() == bars["quote_volume"].to_list()

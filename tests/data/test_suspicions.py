@@ -154,3 +154,36 @@ def test_calm_and_wild_times_are_measured_by_their_own_scale(good_bars) -> None:
     _, returns = check_spikes(bars, HOUR)
 
     assert [offender.row for offender in returns.offenders] == [451]
+
+
+@pytest.mark.parametrize(("factor", "split"), [(0.25, "4:1"), (0.5, "2:1"), (10.0, "1:10"), (0.001, "1000:1")])
+def test_a_split_is_named(good_bars, factor: float, split: str) -> None:
+    # Returns twelve times as large: halving then stands out by fewer deviations than other returns must.
+    wild = ((40_000.0 * (pl.col(name) / 40_000.0) ** 12).alias(name) for name in ("open", "high", "low", "close"))
+    bars = good_bars(400).with_columns(wild)
+    after = pl.when(pl.col("row") > 200).then(factor).otherwise(1.0)
+    moved = bars.with_columns(
+        *((pl.col(name) * after).alias(name) for name in ("open", "high", "low", "close")),
+        volume=pl.col("volume") / after,
+    )
+
+    found = {check.name: check for check in validate(moved, "bars.parquet").checks}["returns"]
+
+    assert (found.level, found.count, found.offenders[0].row) == ("warning", 1, 201)
+    assert found.offenders[0].text.endswith(f": probably a split of {split}")
+    assert "Adjust prices and volumes before a split" in found.remedy
+
+
+def test_a_crash_is_not_called_a_split(good_bars) -> None:
+    """Trading goes on from the last close, and the price falls by 60 % within the bar."""
+    after = pl.when(pl.col("row") > 200).then(0.4).otherwise(1.0)
+    opened = pl.when(pl.col("row") > 201).then(0.4).otherwise(1.0)
+    crashed = good_bars(400).with_columns(
+        *((pl.col(name) * after).alias(name) for name in ("low", "close")),
+        *((pl.col(name) * opened).alias(name) for name in ("open", "high")),
+    )
+
+    found = {check.name: check for check in validate(crashed, "bars.parquet").checks}["returns"]
+
+    assert found.count == 1
+    assert "split" not in found.offenders[0].text

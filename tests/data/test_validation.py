@@ -22,7 +22,7 @@ def test_every_check_reports_even_when_nothing_is_wrong(good_bars) -> None:
     assert [(check.name, check.level) for check in report.checks] == [
         (name, "ok")
         for name in (
-            *("values", "order", "duplicates", "frequency", "gaps", "prices", "ranges", "volume"),
+            *("values", "order", "duplicates", "frequency", "gaps", "sessions", "prices", "ranges", "volume"),
             *("volume unit", "stale", "zero volume", "spikes", "returns"),
         )
     ]
@@ -77,7 +77,7 @@ def test_times_only_leaves_prices_and_volumes_alone(good_bars) -> None:
 
     report = validate(bars, "bars", times_only=True)
     assert report.errors == ()
-    assert {check.name for check in report.checks} == {"values", "order", "duplicates", "frequency", "gaps"}
+    assert {check.name for check in report.checks} == {"values", "order", "duplicates", "frequency", "gaps", "sessions"}
 
     assert [check.name for check in validate(bars.reverse(), "bars", times_only=True).errors] == ["order"]
 

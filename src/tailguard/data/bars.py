@@ -30,8 +30,8 @@ class Bars:
     """Validated bars of one frequency, sorted by symbol and time.
 
     Columns of `frame`, in this order: `symbol`, `time` (open of the bar, UTC), `open`, `high`, `low`, `close`, `volume`
-    (base units), those of `OPTIONAL` that the source had (numbers are Float64), and `segment` (Int32: a new number
-    after every gap and for every symbol).
+    (base units), those of `OPTIONAL` that the source had, its other numeric columns (they feed features that need
+    them; numbers are Float64), and `segment` (Int32: a new number after every gap and for every symbol).
     """
 
     frame: pl.DataFrame

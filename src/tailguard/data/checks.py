@@ -16,12 +16,16 @@ import polars as pl
 from tailguard.data.bars import OPTIONAL, REQUIRED
 from tailguard.data.findings import SHOWN, Check, Row, judge, number, skipped, time_label
 from tailguard.data.frequency import frequency_label
+from tailguard.data.sessions import check_sessions
 
 Gaps = Literal["error", "split"]
 
 PRICES = ("open", "high", "low", "close")
 ROUNDING = 1e-9
 """Relative size below which high < low, or a close above the high, is floating-point dust of adjusted prices."""
+
+CLOSE_STAMPS = (1, 1_000)
+"""Milliseconds before the next bar at which exchanges stamp a bar with its close."""
 
 
 def most_common_step(*times: pl.Series) -> timedelta | None:
@@ -110,6 +114,8 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
         length = frequency // timedelta(milliseconds=1)
         phase = bars["time"].to_physical() % length
         usual = phase.drop_nulls().mode().sort().first()
+        if isinstance(usual, int) and length - usual in CLOSE_STAMPS and usual > 0:
+            return _close_stamped(bars, frequency, length - usual)
         # Where no time can be read there is no grid; the check of times names them.
         found = bars.filter(pl.lit(False) if usual is None else phase != usual)
         fault = f"off the {label} grid"
@@ -124,6 +130,19 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
         describe,
         fault=fault,
         remedy="All bars, of all symbols, need one frequency; resample at the source or load the files apart.",
+    )
+
+
+def _close_stamped(bars: pl.DataFrame, frequency: timedelta, early: int) -> Check:
+    """Bars whose time is the last millisecond or second of the bar: every feature would be a bar late."""
+    label, shift = frequency_label(frequency), frequency - timedelta(milliseconds=early)
+    return judge(
+        "frequency",
+        f"all on the {label} grid",
+        bars.filter(pl.col("time").is_not_null()),
+        lambda row: f"{row['time']:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " is the end of a bar, not its opening",
+        fault="stamped with their close",
+        remedy=f"Times must be the opening of the bar: subtract {shift} from every time.",
     )
 
 
@@ -227,7 +246,10 @@ def check_times(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> list[Ch
     """The checks that the times of one symbol must pass before anything can be done with its bars."""
     checks = [check_order(bars), check_duplicates(bars)]
     if any(check.level == "error" for check in checks):
-        return [*checks, skipped("frequency"), skipped("gaps")]
+        return [*checks, skipped("frequency"), skipped("gaps"), skipped("sessions")]
     common = most_common_step(bars["time"]) or frequency
+    sessions = check_sessions(bars, common)
     missing = check_gaps(bars, frequency, gaps) if common == frequency else skipped("gaps")
-    return [*checks, check_frequency(bars, frequency, common), missing]
+    if sessions.level == "error":
+        missing = Check("gaps", "skipped", "those of the sessions")
+    return [*checks, check_frequency(bars, frequency, common), missing, sessions]

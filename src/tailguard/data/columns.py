@@ -45,6 +45,9 @@ CCXT_CANDLES = ("timestamp", "open", "high", "low", "close", "volume")
 POSITIONAL = {len(names): names for names in (CCXT_CANDLES, BINANCE_KLINES)}
 """Names of the columns of a table that has none, by its width."""
 
+RESERVED = ("file", "row", "unreadable", "context", "segment", "close_time", "ignore", "row index 0", "row index 1")
+"""Names that no extra column can have: those of Tailguard's own columns, and the fillers of Binance's klines."""
+
 # Seconds, milliseconds, microseconds, nanoseconds: the smallest count taken for the unit (a day in 1973) and the
 # microseconds in one. A range ends where the next begins, so that a count belongs to one unit only.
 _EPOCH_UNITS = ((1e8, 1e6), (1e11, 1e3), (1e14, 1.0), (1e17, 1e-3))
@@ -60,8 +63,11 @@ class Recognised:
     """Columns that are not bars' fields."""
 
 
-def recognise(columns: Sequence[str], file: str) -> Recognised:
-    """Find the bars' fields among `columns`; a required one that is missing is an error naming what would do."""
+def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised:
+    """Find the bars' fields among `columns`; a required one that is missing is an error naming what would do.
+
+    `symbol`: one of the table's symbols. `Volume BTC` and `Volume USDT` of BTCUSDT are its base and quote volume.
+    """
     by_key: dict[str, str] = {}
     for column in columns:
         by_key.setdefault(_key(column), column)
@@ -70,12 +76,54 @@ def recognise(columns: Sequence[str], file: str) -> Recognised:
         found = next((by_key[_key(name)] for name in names if _key(name) in by_key), None)
         if found is not None:
             fields[field] = found
+    for field, column in _volumes(columns, symbol).items():
+        fields.setdefault(field, column)
     missing = [field for field in ("time", *REQUIRED) if field not in fields]
     if missing:
         wanted = "; ".join(f"{field} (accepted: {', '.join(filter(None, ACCEPTED[field]))})" for field in missing)
         raise BarsError(f"{file}: no column for {wanted}. Columns found: {', '.join(map(column_label, columns))}")
     used = set(fields.values())
     return Recognised(fields, tuple(column for column in columns if column not in used))
+
+
+def _volumes(columns: Sequence[str], symbol: str) -> dict[str, str]:
+    """Columns named after the currency they count, where the symbol says which is the base and which the quote."""
+    pair, found = _key(symbol), {}
+    for column in columns:
+        currency = _key(column).removeprefix("volume") if _key(column).startswith("volume") else ""
+        if not currency or currency == pair:
+            continue
+        if pair.startswith(currency):
+            found["volume"] = column
+        elif pair.endswith(currency):
+            found["quote_volume"] = column
+    return found
+
+
+def symbol_column(columns: Sequence[str]) -> str | None:
+    """The column that names the symbols, if there is one."""
+    names = set(map(_key, ACCEPTED["symbol"]))
+    return next((column for column in columns if _key(column) in names), None)
+
+
+def is_time_name(name: str) -> bool:
+    """Whether a column of this name is taken for the times."""
+    return _key(name) in map(_key, ACCEPTED["time"])
+
+
+def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Series]:
+    """The numeric ones among the columns that are no field of bars, as Float64: features of one's own may need them.
+
+    Other names of a field and columns that tell nothing are left out.
+    """
+    known = {_key(name) for names in ACCEPTED.values() for name in names} | set(map(_key, RESERVED))
+    found = {}
+    for column in ignored:
+        numbers = read_numbers(raw[column])
+        is_numeric = numbers.count() > 0 and numbers.null_count() == raw[column].null_count()
+        if is_numeric and _key(column) not in known:
+            found[column] = numbers
+    return found
 
 
 def column_label(column: str) -> str:
@@ -112,8 +160,8 @@ def read_numbers(column: pl.Series) -> pl.Series:
 def read_times(column: pl.Series) -> pl.Series:
     """`column` as UTC milliseconds; what cannot be read, or is finer than a millisecond, becomes null.
 
-    Numbers count from 1970 in the unit their size betrays (s, ms, µs or ns; one unit a file). Text is ISO 8601. Times
-    without a zone are UTC.
+    Numbers count from 1970 in the unit their size betrays (s, ms, µs or ns; one unit a file). Text is ISO 8601, or
+    dates like 1/31/1999 or 31.1.1999 where the days tell which number is the month. Times without a zone are UTC.
     """
     dtype = column.dtype
     if isinstance(dtype, (pl.String, pl.Categorical, pl.Enum)):
@@ -159,9 +207,41 @@ def _from_text(text: pl.Series) -> pl.Series:
     example = tidy.filter(tidy.str.contains(iso)).first() if tidy.count() else None
     shape = re.match(iso, example) if isinstance(example, str) else None
     if shape is None:
-        return _unreadable_times(text)
+        return _from_dates(text)
     clock, seconds, _, zone = shape.groups()
     if not clock:
         return tidy.str.to_date("%Y-%m-%d", strict=False).cast(pl.Datetime("us"))
     layout = "%Y-%m-%dT%H:%M" + (":%S%.f" if seconds else "") + ("%#z" if zone else "")
     return tidy.str.to_datetime(layout, time_unit="us", strict=False)
+
+
+def _from_dates(text: pl.Series) -> pl.Series:
+    """Times from dates with the year last: month first if some second number is above 12, day first if some first is.
+
+    A column that can be read both ways is an error: a year of daily bars would be read in a wrong order.
+    """
+    layout = r"^(\d{1,2})[/.](\d{1,2})[/.](\d{4})(?:[ T]+(\d{1,2}:\d\d)(:\d\d)?( ?[AaPp][Mm])?)?$"
+    dates = text.filter(text.str.contains(layout))
+    if dates.is_empty():
+        return _unreadable_times(text)
+    one, two = (dates.str.extract(layout, group).cast(pl.Int64).max() for group in (1, 2))
+    assert isinstance(one, int)
+    assert isinstance(two, int)
+    if max(one, two) <= 12:
+        raise BarsError(
+            f"column {column_label(text.name)!r}: {dates[0]!r} can be read as month/day or as day/month, and so can "
+            "all others; write ISO dates like 1999-01-31"
+        )
+    order = "%m/%d/%Y" if two > 12 else "%d/%m/%Y"
+    example = re.match(layout, dates[0])
+    assert example is not None
+    _, _, _, clock, seconds, half = example.groups()
+    tidy = (
+        text.str.replace_all(r"^(\d)[/.]", "0${1}/").str.replace(r"[/.](\d)[/.]", "/0${1}/").str.replace_all(r"\.", "/")
+    )
+    if not clock:
+        return tidy.str.to_date(order, strict=False).cast(pl.Datetime("us"))
+    tidy = tidy.str.replace(r"[ T]+(\d):", " 0${1}:").str.replace(r"[ T]+(\d\d):", " ${1}:")
+    tidy = tidy.str.replace(r" ?([AaPp][Mm])$", " ${1}")
+    time = ("%I:%M" if half else "%H:%M") + (":%S" if seconds else "") + (" %p" if half else "")
+    return tidy.str.to_datetime(f"{order} {time}", time_unit="us", strict=False)

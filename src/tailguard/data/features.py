@@ -148,7 +148,10 @@ def _chosen(bars: Bars, names: Sequence[str] | None) -> tuple[Feature, ...]:
     for entry in chosen:
         for column in entry.needs:
             if column not in bars.frame.columns:
-                raise ConfigError(f"feature {entry.name!r} needs the column {column!r}, which {bars.source} has not")
+                hint = "" if column in OPTIONAL else ". A prepared market keeps no columns beyond those of bars"
+                raise ConfigError(
+                    f"feature {entry.name!r} needs the column {column!r}, which {bars.source} has not{hint}"
+                )
     return chosen
 
 
@@ -192,12 +195,14 @@ def _wild(frame: pl.DataFrame, cut: datetime, generator: np.random.Generator) ->
     """The bars with every number after `cut` replaced: prices and sizes off by orders of magnitude, some zero."""
     later = pl.col("time") > cut
     replaced = []
-    for name in (*REQUIRED, *OPTIONAL):
-        if name not in frame.columns:
+    for name in frame.columns:
+        if name in ("symbol", "time", "segment"):
             continue
         values = frame[name].cast(pl.Float64).to_numpy() * np.exp(generator.normal(0.0, 3.0, frame.height))
         if name == "funding_rate":
             values = generator.normal(0.0, 0.01, frame.height)
+        elif name not in (*REQUIRED, *OPTIONAL):
+            values = values + generator.normal(0.0, 1.0, frame.height)
         elif name not in REQUIRED or name == "volume":
             values = np.where(generator.random(frame.height) < 0.2, 0.0, values)
         wild = pl.lit(pl.Series(name, values)).cast(frame.schema[name])
@@ -230,7 +235,7 @@ def _fingerprint(entry: Feature) -> str:
     hash as long as the values stay, and a changed window, helper or constant alters it. They are quantised to a
     millionth of the column's largest value, far above rounding.
     """
-    values = _evaluate(_reference_frame(entry.warmup + 256), [entry]).to_series().to_numpy()
+    values = _evaluate(_reference_frame(entry.warmup + 256, entry.needs), [entry]).to_series().to_numpy()
     defined = np.isfinite(values)
     known = np.where(defined, values, 0.0)
     peak = float(np.abs(known).max()) or 1.0
@@ -239,8 +244,11 @@ def _fingerprint(entry: Feature) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _reference_frame(count: int) -> pl.DataFrame:
-    """Bars of an hour with every column, the same on every machine: moving, then flat and empty, then moving."""
+def _reference_frame(count: int, needs: Sequence[str] = ()) -> pl.DataFrame:
+    """Bars of an hour with every column, the same on every machine: moving, then flat and empty, then moving.
+
+    Columns among `needs` that bars do not usually have are spread like uniform draws around 0.
+    """
     step = np.arange(count, dtype=np.float64)
     # Multiples of irrational numbers modulo one: spread like uniform draws, yet no generator is involved.
     uniform = [np.modf(step * np.sqrt(prime))[0] for prime in (2.0, 3.0, 5.0, 7.0, 11.0, 13.0)]
@@ -264,6 +272,10 @@ def _reference_frame(count: int) -> pl.DataFrame:
             "taker_buy_quote": volume * close * uniform[5],
             "funding_rate": 1e-4 * (uniform[5] - 0.3),
             "segment": np.zeros(count, dtype=np.int32),
+            **{
+                name: np.modf(step * np.sqrt(17.0 + place))[0] - 0.5
+                for place, name in enumerate(name for name in needs if name not in OPTIONAL)
+            },
         },
         schema_overrides={"time": TIME_TYPE},
     )

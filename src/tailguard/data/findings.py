@@ -84,6 +84,10 @@ class Report:
     checks: tuple[Check, ...]
     ignored: tuple[str, ...] = ()
     """Columns of the files that are not used."""
+    extra: tuple[str, ...] = ()
+    """Numeric columns of the files that only features of one's own use."""
+    notes: tuple[str, ...] = ()
+    """What else the user should know before trading on these bars."""
 
     @property
     def errors(self) -> tuple[Check, ...]:

@@ -21,15 +21,17 @@ from tailguard.data.findings import (
     CONTEXT,
     Check,
     Report,
+    Span,
     error_message,
     merge,
     time_label,
     warning_message,
 )
 from tailguard.data.frequency import frequency_label
+from tailguard.data.history import warn_of_uncommon_bars
 from tailguard.data.mapped import ArrayWriter, map_array
-from tailguard.data.pieces import read_pieces
-from tailguard.data.sources import Paths, files_of, name_of
+from tailguard.data.pieces import fields_of, read_pieces
+from tailguard.data.readers import Paths, files_of, name_of
 from tailguard.data.suspicions import SCALE_BARS
 from tailguard.data.validation import validate
 from tailguard.data.volume_unit import FEWEST_BARS, WEEK, VolumeUnit, typical_price
@@ -115,13 +117,17 @@ def import_bars(
     for check in (merge(same) for same in zip(*outcomes, strict=True)):
         if check.level == "warning":
             warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
-    return BarStore(tuple(series), pace, source), entries
+    store = BarStore(tuple(series), pace, source)
+    if len(series) > 1:
+        spans = [Span(s.symbol, moment(s.time[0]), moment(s.time[-1]), len(s.time), 0) for s in series]
+        warn_of_uncommon_bars(source, spans, sum(map(len, store.common_times(rows))))
+    return store, entries
 
 
 def _read(path: Paths, scratch: Path, symbols: Sequence[str], rows: int) -> dict[str, _Unsorted]:
     """The files' rows by symbol, in mapped columns; values that are missing or cannot be read are errors."""
     files = files_of(path)
-    has = [set(next(read_pieces(file, 1_000)).frame.columns) for file in files]
+    has = [fields_of(file) for file in files]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     if dropped := [name for name in OPTIONAL if name in any_ - common]:
         text = f"{name_of(path)}: left out because only some of the files have it: {', '.join(dropped)}"

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
 
-from tailguard.data.sources import READING_ERRORS, Table, is_data, open_csv, read_csv, with_names
+from tailguard.data.columns import recognise, symbol_of
+from tailguard.data.readers import (
+    IPC,
+    READING_ERRORS,
+    first_cells,
+    is_data,
+    is_preamble,
+    open_csv,
+    read_csv,
+    unreadable,
+    with_names,
+)
+from tailguard.data.sources import Table, table_symbol
 from tailguard.errors import BarsError
 
 CSV_ROW_BYTES = 100
 """About what a bar takes in a CSV file; it turns rows a piece into bytes a piece."""
+LONGEST_LINE = 2**20
+"""Bytes; what has no line end for longer is not a table of bars, and would be read into memory as a whole."""
 
 
 def read_pieces(path: Path, rows: int) -> Iterator[Table]:
@@ -21,19 +33,30 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
     first = 1
     try:
         for raw in _raw_pieces(path, rows):
-            yield Table.of(raw, path, first)
+            yield Table.of(raw, str(path), symbol_of(path), first)
             first += raw.height
     except READING_ERRORS as error:
-        raise BarsError(f"{path}: cannot be read: {error}") from error
+        raise unreadable(path, error) from error
     if first == 1:
         raise BarsError(f"{path}: no bars")
+
+
+def fields_of(path: Path) -> set[str]:
+    """The fields of bars that the file has, by its columns alone."""
+    try:
+        raw = next(_raw_pieces(path, 1_000), None)
+    except READING_ERRORS as error:
+        raise unreadable(path, error) from error
+    if raw is None:
+        raise BarsError(f"{path}: no bars")
+    return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
 
 
 def _raw_pieces(path: Path, rows: int) -> Iterator[pl.DataFrame]:
     name = path.name.lower()
     if name.endswith(".parquet"):
         yield from _slices(pl.scan_parquet(path, glob=False), rows)
-    elif name.endswith((".feather", ".arrow", ".ipc")):
+    elif name.endswith(IPC):
         yield from _slices(pl.scan_ipc(path, glob=False), rows)
     else:
         for content in _csv_pieces(path, rows * CSV_ROW_BYTES):
@@ -49,9 +72,10 @@ def _slices(table: pl.LazyFrame, rows: int) -> Iterator[pl.DataFrame]:
 def _csv_pieces(path: Path, size: int) -> Iterator[bytes]:
     """The text cut between lines, the header before each piece."""
     with open_csv(path) as file:
-        first = file.readline()
-        separator = max(",;\t", key=first.decode("utf-8-sig", errors="replace").count)
-        cells = next(csv.reader(io.StringIO(first.decode("utf-8-sig").rstrip("\r\n")), delimiter=separator), [])
+        first = file.readline(LONGEST_LINE)
+        while is_preamble(first):
+            first = file.readline(LONGEST_LINE)
+        cells, _ = first_cells(first, str(path))
         header = b"" if is_data(cells) else first
         rest = first if not header else b""
         while True:
@@ -64,5 +88,7 @@ def _csv_pieces(path: Path, size: int) -> Iterator[bytes]:
                 rest = cut
             else:
                 rest += block
+            if len(rest) > LONGEST_LINE:
+                raise BarsError(f"{path}: cannot be read: a line is longer than {LONGEST_LINE:,} bytes")
         if rest.strip():
             yield header + rest

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
-from tailguard.errors import BarsError
+from tailguard.errors import BarsError, ConfigError
 from tailguard.memory import free_memory, in_words
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def prepare(
     live bars give the scaler of the training bars; it also says which features there are.
     """
     # Polars is needed to compute features, not to run on prepared ones.
-    from tailguard.data.features import available_features, compute_features
+    from tailguard.data.features import available_features, compute_features, longest_warmup
 
     if scaler is not None and features is None:
         features = tuple(dict.fromkeys(name.split(":")[0] for name in scaler.names))
@@ -52,8 +52,21 @@ def prepare(
     table = compute_features(bars, features, accounts)
     panel = bars.panel(accounts)
     if scaler is None:
-        scaler = Scaler.fit(table, table.valid & panel.tradeable)
+        if not (table.valid & panel.tradeable).any():
+            raise _nothing_defined(bars.source, panel, longest_warmup(bars, features))
+        scaler = Scaler.fit(table, panel.tradeable)
     return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)
+
+
+def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:
+    """Why no row has all its features: they warm up anew after every gap."""
+    lengths = np.bincount(panel.segment)
+    return ConfigError(
+        f"{source}: none of the {int(panel.tradeable.sum()):,} training bars has all features: they need {warmup:,} "
+        f"bars of history, after every gap again, and the longest stretch without a gap has {int(lengths.max()):,} of "
+        f"{panel.rows:,} bars. Bring more bars or bars with fewer gaps, or choose features that warm up faster "
+        "(data.features); tailguard data check FILE tells what is left"
+    )
 
 
 def _check_memory(rows: int, features: int, source: str) -> None:

@@ -29,7 +29,7 @@ class Feature:
     warmup: int
     """Number of leading bars of a stretch that have no value."""
     needs: tuple[str, ...]
-    """Optional columns it reads, beside open, high, low, close, volume and time."""
+    """Further columns it reads, beside open, high, low, close, volume and time."""
     market_wide: bool
     """The same for every symbol: reads the time only, and appears once in a portfolio."""
 
@@ -45,7 +45,8 @@ class Feature:
             elif column in OPTIONAL:
                 hint = f"declare it: needs=({column!r},)"
             else:
-                hint = f"bars have {', '.join(('time', *REQUIRED, *OPTIONAL))}"
+                usual = ", ".join(("time", *REQUIRED, *OPTIONAL))
+                hint = f"bars have {usual}; if yours have this one too, declare it: needs=({column!r},)"
             raise FeatureError(f"feature {self.name!r} reads the column {column!r}; {hint}")
         return expression
 
@@ -70,7 +71,8 @@ def feature(
     Args:
         name: lower case letters, digits and underscores.
         warmup: how many leading bars of a stretch have no value yet: 24 for `close.diff(24)`, 23 for a mean of 24 bars.
-        needs: optional columns the expression reads (`taker_buy_base`, `trades`, `funding_rate`, …).
+        needs: further columns the expression reads: optional ones (`taker_buy_base`, `trades`, `funding_rate`, …), or
+            any numeric column of the file or frame that the bars were loaded from, such as `sentiment`.
         market_wide: the value is the same for every symbol; such a feature reads `time` only.
         replace: allow a name that is taken, as when a notebook cell runs twice.
     """
@@ -81,8 +83,9 @@ def feature(
     if isinstance(needs, str):
         raise ConfigError(f"feature {name!r}: needs={needs!r} must be a tuple of columns: needs=({needs!r},)")
     for column in needs:
-        if column not in OPTIONAL:
-            raise ConfigError(f"feature {name!r} needs {column!r}; the optional columns are {', '.join(OPTIONAL)}")
+        near = difflib.get_close_matches(column, OPTIONAL, n=1, cutoff=0.8) if column not in OPTIONAL else []
+        if near:
+            raise ConfigError(f"feature {name!r} needs {column!r}; did you mean {near[0]!r}? Or rename the column")
     if name in FEATURES and not replace:
         raise ConfigError(f"feature {name!r} is registered already; choose another name, or pass replace=True")
 
@@ -101,7 +104,10 @@ def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
         if name not in FEATURES:
             nearest = difflib.get_close_matches(name, FEATURES, n=1, cutoff=0.5)
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"There are {', '.join(FEATURES)}."
-            raise ConfigError(f"feature {name!r}: no such feature. {hint}")
+            raise ConfigError(
+                f"feature {name!r}: no such feature. {hint} A feature of your own is registered in Python with "
+                "@tailguard.feature before it is used; the command line knows the built-in ones only"
+            )
         if name in found:
             raise ConfigError(f"feature {name!r} is asked for twice")
         found[name] = FEATURES[name]

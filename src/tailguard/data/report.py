@@ -37,8 +37,13 @@ def report_lines(report: Report, width: int | None = None) -> Iterator[Text]:
         for line in rest:
             yield Text(" " * (name_width + 5) + line)
     yield from _passed(report, name_width)
+    notes = list(report.notes)
+    if report.extra:
+        notes.append(f"further columns, for features of your own: {', '.join(report.extra)}")
     if report.ignored:
-        yield from (Text(line) for line in _fold(f"columns not used: {', '.join(report.ignored)}", width, 0))
+        notes.append(f"columns not used: {', '.join(report.ignored)}")
+    for note in notes:
+        yield from (Text(line) for line in _fold(note, width, 0))
     yield from (Text(line, style="bold") for line in _fold(_conclusion(report), width, 0))
 
 
@@ -66,6 +71,8 @@ def _finding(check: Check, several_files: bool) -> str:
         (f"{os.path.basename(offender.file)} " if several_files else "") + f"{offender.place} {offender.text}"
         for offender in check.offenders
     ]
+    if not places:
+        return check.summary
     return f"{check.summary}: {'; '.join(places)}" + ("; …" if check.count > len(places) else "")
 
 
@@ -89,7 +96,11 @@ def _mark(level: Level) -> tuple[str, str]:
 
 
 def _fold(text: str, width: int | None, indent: int) -> list[str]:
-    return [text] if width is None else textwrap.wrap(text, max(20, width - indent))
+    return (
+        [text]
+        if width is None
+        else textwrap.wrap(text, max(20, width - indent), break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def _conclusion(report: Report) -> str:

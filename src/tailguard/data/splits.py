@@ -14,6 +14,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from tailguard.data.bars import Bars
 from tailguard.data.features import common_times, longest_warmup
+from tailguard.data.history import spans_of, warn_of_uncommon_bars
 from tailguard.data.windows import (
     Size,
     Windows,
@@ -63,6 +64,7 @@ def split_bars(
     test: Size | date = 0.15,
     embargo: Size = 0,
     lead_in: Size | None = None,
+    warn: bool = True,
 ) -> Split:
     """Training, validation and test bars in this order, with `embargo` bars unused between one and the next.
 
@@ -78,8 +80,11 @@ def split_bars(
         embargo: bars left out between two parts, so that the end of one tells nothing about the start of the next.
         lead_in: bars before each part that feed its features and are never traded. They may reach back over the embargo
             into the part before, which is past by then. None: the longest warm-up of the features these bars allow.
+        warn: a `BarsWarning` says which bars are left out because not all symbols have them.
     """
     times = traded_times(bars)
+    if warn:
+        warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
     windows = split_times(times, bars.frequency, train=train, validation=validation, test=test, embargo=embargo)
     history = _lead_in(bars, lead_in, times)
     return Split(*(_part(bars, times, part, history) for part in (windows.train, windows.validation, windows.test)))
@@ -141,6 +146,7 @@ def walk_forward(
         lead_in: as in `split_bars`.
     """
     times = traded_times(bars)
+    warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
         raise ConfigError(f"folds={folds!r} must be a whole number, 1 or more")
     gap = sum(

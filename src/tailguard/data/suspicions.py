@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import timedelta
 
 import polars as pl
@@ -19,6 +20,12 @@ REVERTED = 0.25
 """Share of the jump that may remain after a spike."""
 EXTREME_RETURN = 0.10
 """Log return below which none is called extreme, however calm the market around it."""
+SPLIT_MOVE = 0.6
+"""Log move between a close and the next open from which on it may be a split; that of 2:1 is 0.69."""
+SPLIT_SIGMAS = 8.0
+"""Robust standard deviations that such a move must have."""
+SPLIT_ROUNDING = 0.05
+"""Log difference from a whole ratio that the market's own move may make."""
 SCALE_BARS = 101
 """Bars around each one that give its robust standard deviation."""
 
@@ -77,11 +84,16 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
 
     def describe_return(row: Row) -> str:
         change, sigmas = 100 * (row["close"] / row["before"] - 1), abs(row["move"]) / row["scale"]
-        return f"close {number(row['before'])} → {number(row['close'])} ({change:+.1f} %, {sigmas:,.0f} σ)"
+        text = f"close {number(row['before'])} → {number(row['close'])} ({change:+.1f} %, {sigmas:,.0f} σ)"
+        split = split_ratio(row["before"], row["open"])
+        return f"{text}: probably a split of {split}" if split else text
 
+    # Between two bars the price of a market that trades around the clock hardly moves: half or twice is a split.
+    overnight = (pl.col("open") / pl.col("before")).log().abs()
+    halved = (overnight > SPLIT_MOVE) & (overnight > SPLIT_SIGMAS * pl.col("scale")) & pl.col("move").is_not_null()
     extreme = judged.filter(
         (pl.col("move").abs() > EXTREME_RETURN)
-        & (pl.col("move").abs() > JUMP_SIGMAS * pl.col("scale"))
+        & ((pl.col("move").abs() > JUMP_SIGMAS * pl.col("scale")) | halved)
         & pl.col("spike").is_null()
         & (pl.col("spike").shift() != "close").fill_null(True)
     )
@@ -89,7 +101,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
     return (
         judge(
             "spikes",
-            "no price jumps and fully reverts",
+            "no jump that fully reverts",
             spikes,
             describe_spike,
             noun="bar",
@@ -103,11 +115,20 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
             extreme,
             describe_return,
             noun="return",
-            fault=f"beyond {JUMP_SIGMAS:.0f} robust σ and {100 * EXTREME_RETURN:.0f} %",
-            remedy=compare,
+            fault=f"beyond {JUMP_SIGMAS:.0f} robust σ and {100 * EXTREME_RETURN:.0f} %, or a split",
+            remedy=f"{compare} Adjust prices and volumes before a split at the source.",
             level="warning",
         ),
     )
+
+
+def split_ratio(before: float, after: float) -> str | None:
+    """The split that takes a price from `before` to `after`, as 4:1, or 1:10 for a reverse one; none if none does."""
+    ratio = max(before / after, after / before)
+    whole = round(ratio)
+    if whole < 2 or abs(math.log(ratio / whole)) > SPLIT_ROUNDING or (whole > 10 and whole % 5):
+        return None
+    return f"{whole}:1" if before > after else f"1:{whole}"
 
 
 def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:

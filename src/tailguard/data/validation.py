@@ -31,6 +31,7 @@ def validate(
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
     ignored: Sequence[str] = (),
+    extra: Sequence[str] = (),
 ) -> Report:
     """Check the bars of `frame`, laid out as `tailguard.data.checks` says.
 
@@ -43,7 +44,7 @@ def validate(
         raise BarsError(f"{source}: one bar is too few to tell the frequency; say it, as in frequency='1h'")
     outcomes = [_check_symbol(part, pace, gaps, volume_unit, times_only) for part in parts]
     checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
-    return Report(source, pace, tuple(_span(part, pace) for part in parts), checks, tuple(ignored))
+    return Report(source, pace, tuple(_span(part, pace) for part in parts), checks, tuple(ignored), tuple(extra))
 
 
 def _check_symbol(

@@ -1,0 +1,147 @@
+"""Are there enough bars to train on? What a split, the features' warm-up and the episodes leave of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from tailguard.data.bars import Accounts, Bars
+from tailguard.data.features import common_times, longest_warmup
+from tailguard.data.findings import Check, Report
+from tailguard.data.history import spans_of, uncommon_bars
+from tailguard.data.splits import split_bars
+from tailguard.data.windows import Size
+from tailguard.errors import ConfigError
+
+FEW = 0.5
+"""Share of the training bars below which those that can be used are few."""
+
+
+@dataclass(frozen=True)
+class Usable:
+    """What a part of the bars offers to an agent."""
+
+    bars: int
+    """Rows that may be traded."""
+    defined: int
+    """Those on which every feature is defined."""
+    starts: int
+    """Those from which a whole episode can run."""
+    stretches: int
+    """Gap-free stretches; the features warm up in each."""
+    longest: int
+    """Rows of the longest of them."""
+
+
+def usable_rows(
+    bars: Bars, episode_length: int, features: Sequence[str] | None = None, accounts: Accounts = "portfolio"
+) -> Usable:
+    """Count the rows that the environment would find, by warm-up alone: no feature is computed."""
+    panel = bars.panel(accounts)
+    warm = bars.frame.select("time", warm=pl.int_range(pl.len()).over("segment") >= longest_warmup(bars, features))
+    if accounts == "portfolio" and len(bars.symbols) > 1:
+        warm = warm.filter(pl.col("time").is_in(common_times(bars).implode()))
+        warm = warm.group_by("time", maintain_order=True).agg(pl.col("warm").all())
+    defined = warm["warm"].to_numpy()
+    starts = sum(
+        int(panel.tradeable[low : max(low, high - episode_length)].sum()) for low, high in _runs(panel.segment, defined)
+    )
+    lengths = np.bincount(panel.segment)
+    return Usable(
+        bars=int(panel.tradeable.sum()),
+        defined=int((panel.tradeable & defined).sum()),
+        starts=starts,
+        stretches=len(lengths),
+        longest=int(lengths.max()),
+    )
+
+
+def _runs(segment: NDArray[np.int32], defined: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """First row and end of each stretch of one segment on which every feature is defined."""
+    ends = np.flatnonzero((np.diff(segment) != 0) | (np.diff(defined.astype(np.int8)) != 0)) + 1
+    for low, high in zip([0, *ends.tolist()], [*ends.tolist(), len(segment)], strict=True):
+        if defined[low]:
+            yield low, high
+
+
+def ready_report(
+    report: Report,
+    bars: Bars,
+    *,
+    validation: Size,
+    test: Size,
+    embargo: Size,
+    episode_length: int,
+    funding_rate: float,
+) -> Report:
+    """`report` with what training on these bars, with these settings and all features, would meet."""
+    checks = [check_training(bars, validation, test, embargo, episode_length), check_fills(bars)]
+    if len(bars.symbols) > 1:
+        checks.append(check_history(bars))
+    notes = () if "funding_rate" in bars.frame.columns else (funding_note(funding_rate),)
+    return replace(report, checks=(*report.checks, *checks), notes=(*report.notes, *notes))
+
+
+def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, episode_length: int) -> Check:
+    """A whole episode with all features fits into the training part, and the test part can be traded."""
+    remedy = (
+        "Bring more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
+        "--set data.features=[return_1,trend_24] --set env.episode_length=128."
+    )
+    try:
+        split = split_bars(bars, validation=validation, test=test, embargo=embargo, warn=False)
+    except ConfigError as error:
+        return Check("training", "error", "", "bar", f"cannot be split: {error}", len(bars), remedy=remedy)
+    train, tested = (usable_rows(part, episode_length) for part in (split.train, split.test))
+    warmup = longest_warmup(bars)
+    left = f"of {train.bars:,} in the training part can be used"
+    why = (
+        f"features need {warmup:,} bars of history, after every gap again ({train.stretches:,} gap-free "
+        f"stretch{'' if train.stretches == 1 else 'es'}, the longest of {train.longest:,} bars)"
+    )
+    if train.starts == 0:
+        fault = f"{left}, and no episode of {episode_length:,} bars fits: {why}"
+        return Check("training", "error", "", "bar", fault, train.defined, remedy=remedy)
+    if tested.defined < 2:
+        fault = f"of {tested.bars:,} in the test part can be used: {why}"
+        return Check("training", "error", "", "bar", fault, tested.defined, remedy=remedy)
+    if train.defined < FEW * train.bars:
+        return Check("training", "warning", "", "bar", f"{left}: {why}", train.defined, remedy=remedy)
+    return Check("training", "ok", f"{train.defined:,} of {train.bars:,} bars left after warm-up")
+
+
+def check_fills(bars: Bars) -> Check:
+    """Every symbol has traded: orders are limited to a share of the bar's volume."""
+    empty = [name for name in bars.symbols if not (bars.select(name).frame["volume"] > 0).any()]
+    if not empty:
+        return Check("fills", "ok", "every symbol has volume")
+    return Check(
+        "fills",
+        "error",
+        "every symbol has volume",
+        "symbol",
+        f"without volume in any bar, so that no order would ever fill: {', '.join(empty)}",
+        len(empty),
+        remedy="Use bars with volume, or trade without it: --set market.participation=inf --set market.impact=0.",
+    )
+
+
+def check_history(bars: Bars) -> Check:
+    """All symbols have the same times, so that one account can trade them side by side and none is left out."""
+    lost = uncommon_bars(spans_of(bars), len(common_times(bars)))
+    if lost is None:
+        return Check("history", "ok", "all symbols have the same times")
+    return Check("history", "warning", "", "bar", lost.text, lost.bars)
+
+
+def funding_note(rate: float) -> str:
+    """What holding a position costs where the bars do not say."""
+    yearly = 3 * 365.25 * rate
+    return (
+        f"no funding rates in the bars: every position, long or short, is charged {rate:g} of its value every 8 hours, "
+        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.funding_rate=0"
+    )

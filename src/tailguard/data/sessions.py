@@ -1,0 +1,101 @@
+"""Does the market close? Bars of a market with trading sessions are refused until Tailguard has session calendars."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from tailguard.data.findings import Check, Row, judge, time_label
+
+DAY, WEEK = timedelta(days=1), timedelta(weeks=1)
+FINEST_SLOT = timedelta(hours=1)
+"""Shorter bars are counted by the hour: a minute without a trade is not a closed market."""
+CLOSED = 0.1
+"""Share of the best slot's bars below which a slot of the day or week counts as closed."""
+LEAST_CLOSED = 0.05
+"""Share of the day or week that must be closed. Weekly maintenance of an exchange takes less."""
+LEAST_PERIODS = {DAY: 3, WEEK: 2}
+"""Days or weeks that must be there: what has happened once is no rule."""
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONDAY_MS = 4 * 86_400_000
+"""1970-01-05 was a Monday."""
+
+
+def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
+    """The market trades around the clock: no hour of the day and no day of the week is always without bars.
+
+    `bars`: of one symbol, in the order of their times. Outages, however long, empty no slot of the week for good and
+    do not come back every day or week; weekends and nights do.
+    """
+    found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
+        pl.col("step") >= 2 * frequency
+    )
+    times = bars["time"].drop_nulls().dt.epoch("ms").to_numpy()
+    closed = _closed_slots(times, frequency, found.height)
+    if closed is None:
+        return Check("sessions", "ok", "trades around the clock")
+
+    def describe(row: Row) -> str:
+        return f"closed since {time_label(row['before'])}"
+
+    step = frequency // timedelta(milliseconds=1)
+    share = 1 - len(times) * step / (int(times[-1]) - int(times[0]) + step)
+    return judge(
+        "sessions",
+        "trades around the clock",
+        found,
+        describe,
+        noun="gap",
+        fault="in which the market is closed",
+        remedy=(
+            f"This market trades in sessions: {found.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
+            f"and there is no bar on {closed}. Session calendars are not supported yet, and every figure on these "
+            "bars would be wrong: positions would be closed before every gap, so that overnight and weekend moves are "
+            "lost, and returns would be annualised as if the market traded 24 hours on 365 days. Use bars of a market "
+            "that trades around the clock."
+        ),
+    )
+
+
+def _closed_slots(times: NDArray[np.int64], frequency: timedelta, gaps: int) -> str | None:
+    """Where the day or the week is closed, in words; none if it is not."""
+    for period in (WEEK, DAY):
+        slot = max(frequency, FINEST_SLOT)
+        if slot >= period or period % slot or len(times) == 0:
+            continue
+        periods = (int(times[-1]) - int(times[0])) // (period // timedelta(milliseconds=1)) + 1
+        # Gaps that come once a day or week, holidays aside: one long hole is not a rule.
+        if periods < LEAST_PERIODS[period] or gaps < max(2, periods // 2):
+            continue
+        closed = _coverage(times, slot, period)
+        if closed.mean() >= LEAST_CLOSED:
+            return _in_words(closed, slot, period)
+    return None
+
+
+def _coverage(times: NDArray[np.int64], slot: timedelta, period: timedelta) -> NDArray[np.bool_]:
+    """Which slots of the period are closed, [S]: those that have far fewer bars than the best."""
+    length, whole = (span // timedelta(milliseconds=1) for span in (slot, period))
+    place = (times - _MONDAY_MS) % whole // length
+    counts = np.bincount(place, minlength=whole // length)
+    # Slots at the ends of the record were passed once less than the others, or not at all.
+    first, last = (int(time - _MONDAY_MS) // length for time in (times[0], times[-1]))
+    slots = np.arange(whole // length)
+    passed = (last - slots) // len(slots) - (first - 1 - slots) // len(slots)
+    share = counts / np.maximum(passed, 1)
+    return np.asarray((share <= CLOSED * share.max()) & (passed > 1))
+
+
+def _in_words(closed: NDArray[np.bool_], slot: timedelta, period: timedelta) -> str:
+    """Days without any bar, or else the hours of the day."""
+    if period == WEEK:
+        days = (
+            [] if DAY % slot else [name for name, part in zip(_DAYS, closed.reshape(7, -1), strict=True) if part.all()]
+        )
+        if days:
+            return ", ".join(days)
+        return f"{closed.sum() * slot / timedelta(hours=1):.0f} of the week's 168 hours"
+    return f"{closed.sum() * slot / timedelta(hours=1):.0f} of the day's 24 hours"
