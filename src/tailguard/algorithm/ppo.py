@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
+from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback, make_callbacks
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
 from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
@@ -29,7 +29,9 @@ from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_an
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
+from tailguard.algorithm.sb3 import check_arguments, make_writers, network_options, sample_schedules, whole_number
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
+from tailguard.algorithm.step_replay import StepReplay
 from tailguard.algorithm.tally import Figures
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
 from tailguard.algorithm.updates import Updates
@@ -81,6 +83,12 @@ class DistributionalPPO:
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
     `extensions`: further terms of the loss.
+    `verbose`: 1 prints the table of figures while `learn` runs, every `log_interval` iterations.
+    `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
+    `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of the settings' own names.
+
+    `learning_rate` and `clip_range` may be functions of the remaining progress (1 to 0), as in SB3. They are read at 1,025
+    points when the agent is made, with straight lines in between: so they are saved with it.
     """
 
     def __init__(
@@ -93,8 +101,13 @@ class DistributionalPPO:
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
         extensions: Sequence[LossTerm] = (),
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
+        policy_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        check_arguments(env, config, options)
+        options = sample_schedules(options) | network_options(policy_kwargs, options)
         self.config = (config or PPOConfig()).with_options(options)
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
         self.inputs = policy_inputs(self.env)
@@ -102,6 +115,7 @@ class DistributionalPPO:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.seed = seed
+        self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.extensions = tuple(extensions)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
@@ -109,8 +123,8 @@ class DistributionalPPO:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             network = ActorCritic(self.env.observation_size, self.env.action_space, self.config.network)
-        exploration = Schedule.parse(self.config.exploration)
-        if not isinstance(network.action_head, GaussianHead) and (exploration.start, exploration.end) != (1, 1):
+        explores = any(factor != 1 for factor in Schedule.parse(self.config.exploration).values)
+        if not isinstance(network.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.agent = network.to(self.device)
         self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
@@ -138,6 +152,8 @@ class DistributionalPPO:
         self.updates = Updates(self)
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
+        self.recorded: dict[str, float] = self.metrics
+        """Where figures that callbacks record go: to the iteration under way, else to the last one."""
         self.set_hyper()
 
     @property
@@ -183,40 +199,50 @@ class DistributionalPPO:
         callback: CallbackLike = None,
         log_interval: int = 1,
         *,
+        tb_log_name: str = "DistributionalPPO",
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> Self:
         """Train for at least `total_timesteps` environment steps, in whole rollouts.
 
-        `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
-            function of `(locals, globals)`, or a list of them; a false return value ends the training.
-        `log_interval`: rollouts between two updates of the progress bar.
+        `callback`: an SB3 callback or a `tailguard.algorithm.callbacks.Callback`, a function of `(locals, globals)`, or
+            a list of them. `on_step` is called for every step of the vector of environments, when the rollout is
+            collected and before the updates on it. If it returns False the training ends there: the rollout is not
+            learned from, and `num_timesteps` is that step's.
+        `log_interval`: rollouts between two updates of the progress bar, and between two tables if `verbose` is 1.
+        `tb_log_name`: name of the run's folder in `tensorboard_log`; a number is added.
         `reset_num_timesteps`: count steps from 0, and with them read the schedules; if not, both go on, as in SB3.
             Episodes under way go on in any case.
         """
+        total_timesteps = whole_number("total_timesteps", total_timesteps)
         check_count("total_timesteps", total_timesteps)
         check_count("log_interval", log_interval)
         if reset_num_timesteps:
             self.state.num_timesteps = 0
         begun = self.state.num_timesteps
         goal = begun + total_timesteps
-        listener = make_callback(callback)
+        rollout_size = self.config.n_steps * self.env.num_envs
+        writers = make_writers(self, log_interval, tb_log_name, new_run=reset_num_timesteps)
+        listener = make_callback([*make_callbacks(callback), *writers])
         listener.init_callback(self)
-        listener.on_training_start(locals(), globals())
+        listener.on_training_start(locals() | {"total_timesteps": goal}, globals())
+        replay = StepReplay(self, listener)
         clock = time.perf_counter()
-        with Progress(total_timesteps, shown=progress_bar) as bar:
+        with Progress(math.ceil(total_timesteps / rollout_size) * rollout_size, shown=progress_bar) as bar:
             while self.state.num_timesteps < goal:
                 self.state.progress = self.state.num_timesteps / goal
-                listener.on_rollout_start()
+                self.recorded = {}
+                replay.begin()
                 said = len(self.alarms)
-                self.metrics = self.iterate()
+                self.metrics = self.iterate(replay) | self.recorded
+                self.recorded = self.metrics
                 elapsed = time.perf_counter() - clock
                 self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
                 self.metrics["time/total_timesteps"] = self.state.num_timesteps
-                listener.on_rollout_end()
+                listener.on_iteration_end()
                 if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
                     bar.show(self.state.num_timesteps - begun, self.metrics)
-                goes_on = listener.on_step()
+                goes_on = listener.on_iteration_logged() and replay.goes_on
                 # Evaluations run in callbacks, and their figures join the iteration's only then.
                 self.alarms += self.health.evaluated(self.metrics, self.state.num_timesteps)
                 for alarm in self.alarms[said:]:
@@ -226,27 +252,32 @@ class DistributionalPPO:
         listener.on_training_end()
         return self
 
-    def iterate(self) -> dict[str, float]:
-        """One rollout and the updates on it; returns the iteration's figures."""
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
-            return self._iterate()
+    def iterate(self, on_rollout: Callable[[Rollout], bool] | None = None) -> dict[str, float]:
+        """One rollout and the updates on it; returns the iteration's figures.
 
-    def _iterate(self) -> dict[str, float]:
+        `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
+            steps is left to it.
+        """
+        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+            return self._iterate(on_rollout)
+
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         state, runtime = self.state, self.runtime
         if state.carry is None:
             state.carry = self._begin()
             runtime.forget()
         self.set_hyper()
         rollout = runtime.run("collect", self._collect)
-        usable = check_rollout(rollout, self) if runtime.looks else True
+        wanted = on_rollout is None or on_rollout(rollout)
+        usable = wanted and (check_rollout(rollout, self) if runtime.looks else True)
         prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
         if usable:
             batch = self._extend(rollout, prepared)
             self.updates.run(batch, rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
         report = self._read(rollout, figures)
-        state.skipped += not usable
-        state.num_timesteps += self.config.n_steps * self.env.num_envs
+        state.skipped += wanted and not usable
+        state.num_timesteps += self.config.n_steps * self.env.num_envs if wanted else 0
         state.iteration += 1
         runtime.iterations += 1
         self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
@@ -436,8 +467,8 @@ class DistributionalPPO:
 
     @property
     def logger(self) -> CallbackLogger:
-        """For SB3's callbacks: what they record joins `metrics`."""
-        return CallbackLogger(self.metrics)
+        """For SB3's callbacks: what they record joins `metrics` when the iteration ends, or at once after that."""
+        return CallbackLogger(self.recorded)
 
     def save(self, path: str | Path) -> None:
         """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""

@@ -40,8 +40,7 @@ def load_agent(
     folder: Path, env: Any, device: torch.device | str | None, extensions: Sequence[LossTerm]
 ) -> DistributionalPPO:
     """Build the agent that the folder describes and fill it; it goes on with fresh episodes."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no agent here: there is no such folder")
+    folder = find_agent(folder)
     about, parts = read_sealed(folder, PARTS)
     try:
         config = PPOConfig.from_dict(about["config"])
@@ -71,6 +70,16 @@ def load_agent(
         _check_env(folder, about, spec, agent)
     restore(agent, parts, str(folder), episodes=False)
     return agent
+
+
+def find_agent(folder: Path) -> Path:
+    """The folder, with or without the `.zip` that SB3's callbacks add to some names and not to others."""
+    candidates = [folder, folder.with_name(f"{folder.name}.zip")]
+    candidates += [folder.with_suffix("")] if folder.suffix == ".zip" else []
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise CheckpointError(f"{folder}: no agent here: there is no such folder")
 
 
 def capture(agent: DistributionalPPO) -> dict[str, State]:

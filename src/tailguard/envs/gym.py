@@ -79,6 +79,8 @@ class GymnasiumEnv:
         self._episode_return = np.zeros(self.num_envs)
         self._episode_length = np.zeros(self.num_envs, dtype=np.int64)
         self._restarts = np.zeros(self.num_envs, dtype=np.bool_)
+        self.step_infos: list[list[dict[str, Any]]] | None = None
+        """What the environments said of each step since a list was put here, a dict each; None: it is not kept."""
 
     def reset(self, seed: int | None = None) -> Tensor:
         """Start N fresh episodes and return their first observations, [N, O].
@@ -98,6 +100,8 @@ class GymnasiumEnv:
         observations, rewards, *flags, infos = self.vector_env.step(self.actions.decode(action))
         terminated, truncated = (np.asarray(flag, dtype=np.bool_) for flag in flags)
         ended = terminated | truncated
+        if self.step_infos is not None:
+            self.step_infos.append([info_of(infos, index) for index in range(self.num_envs)])
         obs, final_obs = self._next_and_final(observations, ended, infos)
 
         # Whatever the environment says of the step in which it only restarted, nothing happened in it.
@@ -175,6 +179,19 @@ class GymnasiumEnv:
 
     def _to_device(self, values: NDArray[Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+
+def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """One environment's info of a step: where its episode ended in it, that of the last step and not of the restart."""
+    if "final_info" in infos and infos["_final_info"][index]:
+        infos = infos["final_info"]
+    said = {}
+    for name, value in infos.items():
+        mask = infos.get(f"_{name}")
+        if name.startswith("_") or name in ("final_obs", "final_info") or (mask is not None and not mask[index]):
+            continue
+        said[name] = info_of(value, index) if isinstance(value, Mapping) else value[index]
+    return said
 
 
 class _OwnLastObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
