@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO
 
 CallbackFunction = Callable[[dict[str, Any], dict[str, Any]], bool | None]
-"""A function of the step's locals and globals; `locals["self"]` is the agent. False ends the training, None does not."""
+"""A function of a step's locals and globals; `locals["self"]` is the agent. False ends the training, None does not."""
 
 
 @runtime_checkable

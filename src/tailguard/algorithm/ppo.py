@@ -27,9 +27,9 @@ from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_
 from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_and_step, collect
 from tailguard.algorithm.runtime import Runtime
+from tailguard.algorithm.sb3 import check_arguments, make_writers, network_options, sample_schedules, whole_number
 from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
-from tailguard.algorithm.sb3 import check_arguments, make_writers, network_options, sample_schedules, whole_number
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.step_replay import StepReplay
 from tailguard.algorithm.tally import Figures
@@ -85,10 +85,10 @@ class DistributionalPPO:
     `extensions`: further terms of the loss.
     `verbose`: 1 prints the table of figures while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
-    `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of the settings' own names.
+    `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of our own names.
 
-    `learning_rate` and `clip_range` may be functions of the remaining progress (1 to 0), as in SB3. They are read at 1,025
-    points when the agent is made, with straight lines in between: so they are saved with it.
+    `learning_rate` and `clip_range` may be functions of the remaining progress (1 to 0), as in SB3. They are read at
+    1,025 points when the agent is made, with straight lines in between, and are saved with it as such.
     """
 
     def __init__(

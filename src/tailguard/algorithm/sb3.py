@@ -69,8 +69,8 @@ def network_options(given: Mapping[str, Any] | None, options: Mapping[str, Any])
     unknown = sorted(given.keys() - set(POLICY_KWARGS))
     if unknown:
         raise ConfigError(
-            f"policy_kwargs: {', '.join(unknown)} cannot be set here; {', '.join(POLICY_KWARGS)} can. This learner's own "
-            "names for the network are keyword arguments: `tailguard config ppo.network` lists them"
+            f"policy_kwargs: {', '.join(unknown)} cannot be set here; {', '.join(POLICY_KWARGS)} can. This learner's "
+            "own names for the network are keyword arguments: `tailguard config ppo.network` lists them"
         )
     found = {RENAMED.get(name, name): value for name, value in given.items() if name in RENAMED}
     if "log_std_init" in given:

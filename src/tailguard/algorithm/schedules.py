@@ -58,7 +58,9 @@ class Schedule:
             kind, start, end = parts if len(parts) != 1 else ("constant", parts[0], parts[0])
             start, end = float(start), float(end)
         except (TypeError, ValueError, IndexError) as error:
-            raise ConfigError(f"schedule {str(spec)[:80]!r}: give a number, or kind:start:end such as linear:3e-4:0") from error
+            raise ConfigError(
+                f"schedule {str(spec)[:80]!r}: give a number, or kind:start:end such as linear:3e-4:0"
+            ) from error
         return cls(cast(ScheduleKind, kind), start, end, floor)
 
     @property
