@@ -59,7 +59,7 @@ class Schedule:
             start, end = float(start), float(end)
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(
-                f"schedule {str(spec)[:80]!r}: give a number, or kind:start:end such as linear:3e-4:0"
+                f"schedule {repr(spec)[:80]}: give a number, or kind:start:end such as linear:3e-4:0"
             ) from error
         return cls(cast(ScheduleKind, kind), start, end, floor)
 

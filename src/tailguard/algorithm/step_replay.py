@@ -1,7 +1,8 @@
 """Calls callbacks for each step of a rollout as Stable-Baselines3 does, once the rollout is collected.
 
-A rollout is collected in one piece, on a GPU as one recorded graph, so the calls come when it is complete and before the
-updates on it. The policy does not change within a rollout: an evaluation at a step finds the weights that SB3 would find.
+A rollout is collected in one piece, on a GPU as one recorded graph, so the calls come when it is complete and before
+the updates on it. The policy does not change within a rollout: an evaluation at a step finds the weights that it would
+find in SB3.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class _Steps:
 class StepInfos(Sequence[dict[str, Any]]):
     """One step's infos, a dict for each environment, made when it is looked at: thousands would be costly.
 
-    What the environment said of the step; at an episode's end also SB3's `episode` (return `r`, length `l`, seconds since
-    the training began `t`), `terminal_observation` and `TimeLimit.truncated`.
+    What the environment said of the step; at an episode's end also SB3's `episode` (return `r`, length `l`, seconds
+    since the training began `t`), `terminal_observation` and `TimeLimit.truncated`.
     """
 
     def __init__(self, steps: _Steps, row: int) -> None:

@@ -260,11 +260,14 @@ def _vectorised_factories(factories: Sequence[EnvFactory], vectorization_mode: V
     def with_own_last_observation(factory: EnvFactory) -> EnvFactory:
         return lambda: _OwnLastObservation(factory())
 
+    # A forked process hangs as soon as it needs a thread of a library that ran before, Polars or OpenMP.
+    options: dict[str, Any] = {"context": "spawn"} if vectorization_mode == "async" else {}
     # The observations are copied when they are flattened, so the vector environment need not do it too.
     return vectorisers[vectorization_mode](
         [with_own_last_observation(factory) for factory in factories],
         copy=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
+        **options,
     )
 
 
