@@ -36,7 +36,7 @@ def test_environments_in_processes_of_their_own_trade_like_those_in_one() -> Non
         found = []
         for mode in ("sync", "async"):
             envs = gymnasium.make_vec(
-                "tailguard/Trading-v0", 2, vectorization_mode=mode, bars=bars, episode_length=50, features=["returns"]
+                "tailguard/Trading-v0", 2, vectorization_mode=mode, bars=bars, episode_length=50
             )
             rows = [envs.reset(seed=3)[0]]
             for action in np.linspace(-1, 1, 60, dtype=np.float32):
@@ -74,7 +74,7 @@ def test_bars_may_be_a_file(tmp_path: Path) -> None:
     path = tmp_path / "btc.parquet"
     shown = []
     for seed in (0, 1):
-        bars = tg.make_market(600, seed=seed).bars
+        bars = tg.make_market(1_200, seed=seed).bars
         bars.frame.drop("segment").write_parquet(path)
         of_bars, of_file, of_text, of_many = (
             gymnasium.make("tailguard/Trading-v0", bars=bars, episode_length=20),
@@ -106,13 +106,13 @@ def test_a_file_that_is_not_there_is_named() -> None:
 @pytest.mark.filterwarnings("ignore:.*render_mode.*")
 def test_what_cannot_be_is_named_without_the_bars(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        make("tailguard/Trading-v0", bars=tg.make_market(600, seed=0).bars, **options)
+        make("tailguard/Trading-v0", bars=tg.make_market(1_200, seed=0).bars, **options)
     assert len(str(caught.value)) < 400
 
 
 def test_a_line_of_text_shows_the_account() -> None:
     """Time, bar, weight, P&L and drawdown of the step just taken, also of one that ended the episode."""
-    market = tg.make_market(600, assets=2, seed=0)
+    market = tg.make_market(1_200, assets=2, seed=0)
     env = gymnasium.make("tailguard/Trading-v0", bars=market.bars, episode_length=3, render_mode="ansi")
     env.reset(seed=1)
     inner = env.unwrapped

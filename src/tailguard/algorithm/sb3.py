@@ -93,7 +93,7 @@ def network_options(given: Mapping[str, Any] | None, options: Mapping[str, Any])
 def _hidden(net_arch: Any) -> tuple[int, ...]:
     layers = net_arch
     if isinstance(net_arch, Mapping):
-        layers = net_arch.get("pi")
+        layers = net_arch.get("pi", ())
         if net_arch.keys() != {"pi", "vf"} or list(layers) != list(net_arch["vf"]):
             raise ConfigError(
                 f"policy_kwargs: net_arch {dict(net_arch)}: actor and critic have encoders of the same widths here. "

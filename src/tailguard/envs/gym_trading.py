@@ -19,7 +19,7 @@ import sys
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import gymnasium
 import numpy as np
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from tailguard.envs.episodes import EpisodeState
 
 Array = NDArray[Any]
-Source = "Bars | PreparedBars | PreparedMarket | str | Path"
+Source: TypeAlias = "Bars | PreparedBars | PreparedMarket | str | Path"
 
 LOADED_IN = os.getpid()
 """The process that imported this module; in a forked one it is another's."""
 OPTIONS = frozenset(inspect.signature(TradingEnv).parameters) - {"bars", "num_envs"}
 
 _shared: dict[Any, PreparedBars] = {}
-"""Features of the last bars that an environment was made of, as long as these live; copies of it take them from here."""
+"""Features of the last bars that an environment was made of, as long as these live; its copies take them from here."""
 
 
 def _make_env(bars: Source, num_envs: int, options: dict[str, Any]) -> TradingEnv:
@@ -56,9 +56,9 @@ def _make_env(bars: Source, num_envs: int, options: dict[str, Any]) -> TradingEn
     if os.getpid() != LOADED_IN:
         torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would be for ever
     given = {name: value for name, value in options.items() if name not in ("features", "scaler")}
-    if isinstance(bars, PreparedBars | PreparedMarket) or (
-        isinstance(bars, str | Path) and is_prepared_market(Path(bars))
-    ):
+    if isinstance(bars, PreparedBars | PreparedMarket):
+        return TradingEnv(bars, num_envs=num_envs, **options)
+    if isinstance(bars, str | Path) and is_prepared_market(Path(bars)):
         return TradingEnv(bars, num_envs=num_envs, **options)
     return TradingEnv(_prepared(bars, options), num_envs=num_envs, **given)
 
@@ -144,7 +144,7 @@ class TradingGymEnv(gymnasium.Env[Array, Array]):
             info,
         )
 
-    def render(self) -> str | None:  # type: ignore[override]  # Gymnasium's type says frames or text of any kind
+    def render(self) -> str | None:
         """The bar that has just closed, the weights, P&L and drawdown of the episode; None without a render mode."""
         return self.line if self.render_mode == "ansi" else None
 
