@@ -448,9 +448,17 @@ class DistributionalPPO:
         memory = self.agent.initial_state(count)[0]
         if state is not None:
             memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
+        for part, expected in zip(memory, self.agent.initial_state(count)[0], strict=False):
+            if part.shape != expected.shape:
+                raise ConfigError(
+                    f"state has shape {tuple(part.shape)}; for {count} observations it is {tuple(expected.shape)}. "
+                    "Give back what the last predict returned, or None at the start"
+                )
         start = torch.zeros(count, dtype=torch.bool, device=self.device)
         if episode_start is not None:
-            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
+            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(-1)
+            if len(start) != count:
+                raise ConfigError(f"episode_start has {len(start)} entries for {count} observations")
         parameters, memory = self.agent.act(obs, memory, start)
         head = self.agent.action_head
         raw = head.mode(parameters) if deterministic else head.sample(parameters, self.prediction_generator)
@@ -458,12 +466,41 @@ class DistributionalPPO:
         after = tuple(part.cpu().numpy() for part in memory) if self.agent.remembers else None
         return (action[0] if single else action), after
 
-    def get_env(self) -> VectorEnv:
-        """The environment the agent trains on."""
-        return self.env
+    def get_env(self) -> Any:
+        """The environment the agent trains on; an SB3 `VecEnv` if it was given one."""
+        return getattr(getattr(self.env, "vector_env", None), "vec_env", self.env)
 
-    def get_vec_normalize_env(self) -> None:
-        """None: the statistics are the agent's own. SB3's callbacks ask."""
+    def set_env(self, env: Any) -> None:
+        """Train on another environment from now on, with fresh episodes; observations and actions must be the same."""
+        from tailguard.algorithm.saving import move_to
+
+        move_to(self, env)
+
+    def get_vec_normalize_env(self) -> Any:
+        """SB3's `VecNormalize`, if the agent trains on one; else None, for the statistics are the agent's own."""
+        env = self.get_env()
+        while env is not None and not (hasattr(env, "norm_obs") and hasattr(env, "obs_rms")):
+            env = getattr(env, "venv", None)
+        return env
+
+    def get_parameters(self) -> dict[str, Any]:
+        """Copies of what SB3 calls parameters: `policy` (weights by name) and `policy.optimizer` (its moments).
+
+        `observations` and `returns` come with them: the statistics without which the weights mean something else.
+        """
+        from tailguard.algorithm.saving import parameters_of
+
+        return parameters_of(self)
+
+    def set_parameters(self, parameters: Mapping[str, Any] | str | Path, exact_match: bool = True) -> None:
+        """Put in what `get_parameters` gave, or the parameters of a saved agent.
+
+        `exact_match`: raise unless all of them are there; False takes some of them, and of `policy` some weights.
+        """
+        from tailguard.algorithm.saving import put_parameters, read_parameters
+
+        given = read_parameters(Path(parameters)) if isinstance(parameters, str | Path) else parameters
+        put_parameters(self, given, exact_match=exact_match)
 
     @property
     def logger(self) -> CallbackLogger:
@@ -483,11 +520,16 @@ class DistributionalPPO:
         env: Any = None,
         device: torch.device | str | None = None,
         extensions: Sequence[LossTerm] = (),
+        *,
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
     ) -> DistributionalPPO:
-        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn.
+        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested; `set_env` lets it learn.
 
-        `extensions`: terms of the loss to learn on with; they are not saved.
+        `extensions`: terms of the loss to learn on with; they are not saved, nor are `verbose` and `tensorboard_log`.
         """
         from tailguard.algorithm.saving import load_agent
 
-        return load_agent(Path(path), env, device, extensions)
+        agent = load_agent(Path(path), env, device, extensions)
+        agent.verbose, agent.tensorboard_log = verbose, tensorboard_log
+        return agent

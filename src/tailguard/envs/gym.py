@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tailguard.envs.gym_spaces import FlatObservations, GymnasiumActions
 from tailguard.envs.protocol import ActionSpace, Step
+from tailguard.envs.sb3_vec_env import SB3VecEnv, is_sb3_vec_env
 from tailguard.errors import ConfigError, TailguardError
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -57,8 +58,8 @@ class GymnasiumEnv:
         """Adapt `env`.
 
         Args:
-            env: A Gymnasium id, one environment, a list of functions that make one each, or a vector environment,
-                which must state its autoreset mode in `metadata["autoreset_mode"]`.
+            env: A Gymnasium id, one environment, a list of functions that make one each, an SB3 `VecEnv`, or a vector
+                environment, which must state its autoreset mode in `metadata["autoreset_mode"]`.
             num_envs: Copies of an id, 8 unless given; in every other case the number is known and need not be given.
             seed: Used by the first `reset` that is given none. As in Gymnasium, copy i is seeded with seed + i.
             device: Where the tensors live; the environments themselves run on the CPU.
@@ -101,7 +102,8 @@ class GymnasiumEnv:
         terminated, truncated = (np.asarray(flag, dtype=np.bool_) for flag in flags)
         ended = terminated | truncated
         if self.step_infos is not None:
-            self.step_infos.append([info_of(infos, index) for index in range(self.num_envs)])
+            own = self.vector_env.infos if isinstance(self.vector_env, SB3VecEnv) else None
+            self.step_infos.append(own or [info_of(infos, index) for index in range(self.num_envs)])
         obs, final_obs = self._next_and_final(observations, ended, infos)
 
         # Whatever the environment says of the step in which it only restarted, nothing happened in it.
@@ -223,6 +225,8 @@ def _vectorised(
         raise ConfigError(f"env_kwargs {sorted(env_kwargs)} go with a Gymnasium id; {env} is already made.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         vector_env = env
+    elif is_sb3_vec_env(env):
+        vector_env = SB3VecEnv(env)
     elif isinstance(env, gymnasium.Env):
         vector_env = _vectorised_factories([lambda: env], "sync")
     elif isinstance(env, list | tuple) and env and all(callable(factory) for factory in env):
@@ -230,7 +234,7 @@ def _vectorised(
     else:
         raise TailguardError(
             f"{env!r} is not a Gymnasium environment. Give an id such as 'CartPole-v1', a gymnasium.Env, "
-            "a list of functions that each make one, or a gymnasium.vector.VectorEnv."
+            "a list of functions that each make one, a gymnasium.vector.VectorEnv, or an SB3 VecEnv."
         )
     if num_envs is not None and num_envs != vector_env.num_envs:
         raise ConfigError(f"num_envs is {num_envs}, but {vector_env} has {vector_env.num_envs}. Leave num_envs out.")

@@ -67,7 +67,7 @@ def _prepared(bars: Bars | str | Path, options: dict[str, Any]) -> PreparedBars:
     """The bars with features, made once for all copies of an environment."""
     features, scaler = options.get("features"), options.get("scaler")
     source = _on_disk(Path(bars)) if isinstance(bars, str | Path) else id(bars)
-    key = (source, features and tuple(features), id(scaler), options.get("accounts", "portfolio"))
+    key = (source, features and tuple(features), scaler and scaler.digest(), options.get("accounts", "portfolio"))
     if key not in _shared:
         if os.getpid() != LOADED_IN and "polars" in sys.modules:
             raise TailguardError(
