@@ -447,12 +447,13 @@ class DistributionalPPO:
         count = obs.shape[0]
         memory = self.agent.initial_state(count)[0]
         if state is not None:
+            expected = [tuple(part.shape) for part in memory]
             memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
-        for part, expected in zip(memory, self.agent.initial_state(count)[0], strict=False):
-            if part.shape != expected.shape:
+            found = [tuple(part.shape) for part in memory]
+            if found != expected:
                 raise ConfigError(
-                    f"state has shape {tuple(part.shape)}; for {count} observations it is {tuple(expected.shape)}. "
-                    "Give back what the last predict returned, or None at the start"
+                    f"state has shape {found}; for {count} observations it is {expected}. Give back what the last "
+                    "predict returned, or None at the start"
                 )
         start = torch.zeros(count, dtype=torch.bool, device=self.device)
         if episode_start is not None:
