@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 import tailguard as tg
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
@@ -148,7 +149,7 @@ def run(limit: float | None, plan: Plan) -> dict[str, Any]:
             )
         return time.monotonic() - begun < 60 * plan.minutes
 
-    agent.learn(plan.steps, callback=note)
+    agent.learn(plan.steps, callback=EveryIteration(note))
     unseen = read_market(plan.market, "unseen")
     found = whole_episodes(agent, unseen, plan.device, deterministic=True)
     tail = interval(found, cvar_statistic(ALPHA), np.random.default_rng(0))

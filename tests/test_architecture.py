@@ -82,3 +82,18 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 called = ast.unparse(node.func)
                 assert called not in ("torch.load", "yaml.load", "np.load"), f"{path}: {called}"
+
+
+def test_the_learner_is_imported_without_what_only_some_of_its_users_need() -> None:
+    """Each would add to the wait for the first `tailguard.DistributionalPPO`; PyTorch itself is all of it."""
+    code = """
+import sys
+import torch
+import tailguard
+before = set(sys.modules)
+tailguard.DistributionalPPO
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
+print("torch._dynamo" in sys.modules, "tensorboard" in sys.modules, "polars" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["tailguard", "False", "False", "False"]

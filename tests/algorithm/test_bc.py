@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.bc import BehaviourCloning
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.update import minibatch_loss
 from tailguard.errors import ConfigError
 
@@ -100,7 +101,8 @@ def test_the_coefficient_follows_its_schedule(make_learner: Any, make_witness: A
     witness = make_witness()
     learner = make_learner(extensions=(BehaviourCloning(coefficient="linear:1:0", teacher=lean), witness))
     seen = []
-    learner.learn(4 * 72, callback=lambda *_: seen.append(float(witness.batch.extra["bc/weight"].max())))
+    note = EveryIteration(lambda _: seen.append(float(witness.batch.extra["bc/weight"].max())))
+    learner.learn(4 * 72, callback=note)
     assert seen == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 

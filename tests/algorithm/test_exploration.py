@@ -13,6 +13,7 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.saving import PARTS
@@ -35,10 +36,11 @@ def rollouts(learner: DistributionalPPO) -> list[Rollout]:
     """At progress 0 and 1/2, where `learn` looks at the schedules, and at 1."""
     found: list[Rollout] = []
 
-    def keep(locals_: dict[str, Any], _: dict[str, Any]) -> None:
-        found.append(locals_["self"].snapshot.rollout)
+    def keep(agent: DistributionalPPO) -> None:
+        assert agent.snapshot is not None
+        found.append(agent.snapshot.rollout)
 
-    learner.learn(2 * ROLLOUT, callback=keep)
+    learner.learn(2 * ROLLOUT, callback=EveryIteration(keep))
     learner.state.progress = 1.0
     learner.iterate()
     assert learner.snapshot is not None
@@ -141,7 +143,8 @@ def test_noise_that_was_taken_away_on_purpose_is_no_collapse(make_learner: Any, 
     """The margin is that of the learned deviation over 1 % of half the range, at a noise of 1/1000 too."""
     learner = make_learner(squash=squash, learning_rate=0.0, log_std_init=-1.0, exploration="exponential:1:0.001")
     margins: list[float] = []
-    learner.learn(10 * ROLLOUT, callback=lambda found, _: margins.append(found["self"].metrics["train/entropy_margin"]))
+    note = EveryIteration(lambda agent: margins.append(agent.metrics["train/entropy_margin"]))
+    learner.learn(10 * ROLLOUT, callback=note)
     # Half the range: 1 before squashing; without, 1 and 2 in the script's two dimensions.
     expected = -1.0 - math.log(0.01) - (0.0 if squash else 0.5 * math.log(2.0))
     assert margins == pytest.approx([expected] * 10, abs=1e-5)

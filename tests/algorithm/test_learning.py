@@ -14,6 +14,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor
 
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.tasks import RecallEnv
@@ -220,7 +221,7 @@ def recall(memory: str, steps: int, seed: int = 0) -> float:
         RecallEnv(64, delay=32), n_steps=33, minibatch_size=528, learning_rate=3e-3, hidden=(16,), lstm_size=32,
         critic="scalar", memory=memory, seed=seed,
     )  # fmt: skip
-    learner.learn(steps, callback=lambda *_: learner.metrics["rollout/ep_rew_mean"] < 0.97)
+    learner.learn(steps, callback=EveryIteration(lambda agent: agent.metrics["rollout/ep_rew_mean"] < 0.97))
     env = RecallEnv(256, delay=32)
     obs, state, start = env.reset(12), None, np.ones(256, bool)
     for _ in range(33):

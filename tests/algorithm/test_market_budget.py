@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tailguard as tg
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.data.prepare import PreparedBars, prepare
 
 EPISODE, YEAR = 256, 8_766
@@ -40,7 +41,7 @@ def last_figures(years: PreparedBars, limit: float, iterations: int = 200) -> li
         critic="scalar",
     )
     course: list[dict[str, float]] = []
-    agent.learn(envs * rows * iterations, callback=lambda *_: course.append(dict(agent.metrics)))
+    agent.learn(envs * rows * iterations, callback=EveryIteration(lambda _: course.append(dict(agent.metrics))))
     return course[-30:]
 
 

@@ -11,6 +11,7 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 import tailguard as tg
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.update import minibatch_loss
 from tailguard.envs.tasks import BetsEnv
@@ -268,7 +269,7 @@ def follow(learner: DistributionalPPO, updates: int) -> np.ndarray:
     def note(*_: Any) -> None:
         found.append((learner.metrics["risk/lambda"], -learner.metrics["risk/cvar_realised"]))
 
-    learner.learn(updates * learner.env.num_envs, callback=note)
+    learner.learn(updates * learner.env.num_envs, callback=EveryIteration(note))
     return np.array(found)
 
 

@@ -15,6 +15,7 @@ import torch
 from gymnasium import spaces
 
 from tailguard.algorithm.bc import BehaviourCloning
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.saving import PARTS, capture, restore
 from tailguard.data.bars import Bars
@@ -103,22 +104,21 @@ def test_a_restored_agent_goes_on_bit_by_bit(
     lines: list[dict[str, float]] = []
     kept: dict[int, Path] = {}
 
-    def keep(locals_: dict[str, Any], _: dict[str, Any]) -> None:
-        agent = locals_["self"]
+    def keep(agent: DistributionalPPO) -> None:
         lines.append({name: value for name, value in agent.metrics.items() if name != "time/fps"})
         agent.predict(np.zeros(agent.env.observation_size), deterministic=False)
         if agent.state.iteration in (1, 4):
             kept[agent.num_timesteps] = tmp_path / str(agent.num_timesteps)
             agent.save(kept[agent.num_timesteps])
 
-    learner.learn(8 * 48, callback=keep)
+    learner.learn(8 * 48, callback=EveryIteration(keep))
     assert list(kept) == [48, 192]
     whole = lines.copy()
     for step, folder in kept.items():
         resumed = make()
         restore(resumed, read_sealed(folder, PARTS)[1], "here", episodes=True)
         lines.clear()
-        resumed.learn(8 * 48 - step, callback=keep, reset_num_timesteps=False)
+        resumed.learn(8 * 48 - step, callback=EveryIteration(keep), reset_num_timesteps=False)
         assert [str(line) for line in lines] == [str(line) for line in whole[step // 48 :]]  # str: NaN equals NaN
         found = everything_in(resumed)
         for name, value in everything_in(learner).items():

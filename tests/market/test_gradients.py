@@ -197,7 +197,7 @@ def _difference(f: Callable[[torch.Tensor], torch.Tensor], at: float) -> float:
 
 
 def test_what_the_gradient_leaves_out_of_liquidation_is_small_and_known(hand_panel: PanelMaker) -> None:
-    """Mean growth over falls of 0 to 40 %: the gradient has the accounts that survive, not those that are liquidated."""
+    """Mean growth over falls of 0 to 40 %: the gradient has the accounts that survive, not the others."""
     falls = torch.linspace(0.0, 0.4, 4001, dtype=torch.float64)
     closes = (100 * (1 - falls)).tolist()
     opens = [100.0] * len(closes)

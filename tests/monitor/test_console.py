@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Any
 
 import pytest
 
 import tailguard as tg
+from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.errors import ConfigError
 from tailguard.monitor.console import ConsoleTable, number, table
 
@@ -65,13 +65,13 @@ def test_numbers_have_four_digits_that_matter(value: float, text: str) -> None:
 
 
 def test_tables_come_every_so_many_iterations_at_the_end_and_for_evaluations() -> None:
-    def evaluate(values: dict[str, Any], _: dict[str, Any]) -> None:
-        if values["self"].state.iteration == 3:
-            values["self"].logger.record("eval/mean_reward", 9.5)
+    def evaluate(agent: tg.DistributionalPPO) -> None:
+        if agent.state.iteration == 3:
+            agent.logger.record("eval/mean_reward", 9.5)
 
     agent = tg.DistributionalPPO("CartPole-v1", num_envs=2, n_steps=8, memory="none", hidden=(8,))
     out = io.StringIO()
-    agent.learn(5 * 16, callback=[ConsoleTable(2, out), evaluate])
+    agent.learn(5 * 16, callback=[ConsoleTable(2, out), EveryIteration(evaluate)])
     shown = [" ".join(line.split()) for line in out.getvalue().splitlines()]
     steps = [line for line in shown if "total_timesteps" in line]
     assert steps == [f"| total_timesteps | {step} |" for step in (32, 48, 64, 80)]

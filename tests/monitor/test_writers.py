@@ -20,7 +20,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import tailguard as tg
-from tailguard.algorithm.callbacks import Callback
+from tailguard.algorithm.callbacks import Callback, EveryIteration
 from tailguard.errors import ConfigError, MissingExtraError, TailguardError
 from tailguard.monitor.writers import JsonlWriter, MLflowWriter, TensorBoardWriter, WandbWriter
 
@@ -36,7 +36,7 @@ class Witness(Callback):
         self.actions: dict[int, np.ndarray] = {}
         self.weights: dict[int, dict[str, np.ndarray]] = {}
 
-    def on_rollout_end(self) -> None:
+    def on_iteration_end(self) -> None:
         step, agent = self.model.num_timesteps, self.model.agent
         self.metrics[step] = dict(self.model.metrics)
         self.actions[step] = agent.action_head.to_env(self.model.snapshot.rollout.actions).flatten(0, 1).numpy()
@@ -55,11 +55,13 @@ def make_agent() -> Callable[..., tg.DistributionalPPO]:
     return build
 
 
-def evaluate(values: dict[str, Any], _: dict[str, Any]) -> None:
-    """A callback that records a score once the iteration is over, every other iteration, always the same one."""
-    agent = values["self"]
-    if agent.state.iteration % 2 == 0:
-        agent.logger.record("eval/mean_reward", np.float32(0.25))
+class Evaluate(Callback):
+    """Records a score once the iteration is over, every other iteration, always the same one."""
+
+    def on_iteration_logged(self) -> bool:
+        if self.model.state.iteration % 2 == 0:
+            self.model.logger.record("eval/mean_reward", np.float32(0.25))
+        return True
 
 
 class Run:
@@ -68,7 +70,7 @@ class Run:
     def __init__(self, agent: tg.DistributionalPPO, folder: Path, evaluation_first: bool) -> None:
         self.witness, self.folder, self.agent = Witness(), folder, agent
         writers = [JsonlWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder / "tensorboard", histogram_every=3)]
-        callbacks = [evaluate, *writers] if evaluation_first else [*writers, evaluate]
+        callbacks = [Evaluate(), *writers] if evaluation_first else [*writers, Evaluate()]
         agent.learn(6 * STEPS, callback=[self.witness, *callbacks])
 
     @property
@@ -247,7 +249,7 @@ def test_curves_that_cannot_be_written_stop_the_run_in_the_same_iteration(
         shutil.rmtree(tmp_path / "curves")
 
     with pytest.raises(OSError, match="curves"):
-        make_agent().learn(4 * STEPS, callback=[TensorBoardWriter(tmp_path / "curves"), pull_the_plug])
+        make_agent().learn(4 * STEPS, callback=[TensorBoardWriter(tmp_path / "curves"), EveryIteration(pull_the_plug)])
     assert done == [[STEPS]]
     for thread in set(threading.enumerate()) - threads:
         thread.join()
@@ -289,11 +291,11 @@ def test_lines_are_appended_and_late_figures_go_where_they_belong(
 def test_what_is_not_a_number_is_refused_by_name(
     make_agent: Callable[..., tg.DistributionalPPO], tmp_path: Path
 ) -> None:
-    def record(values: dict[str, Any], _: dict[str, Any]) -> None:
-        values["self"].logger.record("eval/phase", "warm-up")
+    def record(agent: tg.DistributionalPPO) -> None:
+        agent.logger.record("eval/phase", "warm-up")
 
     with pytest.raises(TailguardError, match="eval/phase: 'warm-up' was recorded as a figure and is not a number"):
-        make_agent().learn(2 * STEPS, callback=[JsonlWriter(tmp_path / "metrics.jsonl"), record])
+        make_agent().learn(2 * STEPS, callback=[JsonlWriter(tmp_path / "metrics.jsonl"), EveryIteration(record)])
 
 
 def test_histograms_need_a_positive_interval(tmp_path: Path) -> None:
@@ -316,7 +318,7 @@ def test_mlflow_keeps_settings_figures_and_alarms(
     pytest.importorskip("mlflow")
     agent, witness = make_agent(log_ratio_limit=1e-9, gamma=0.97), Witness()
     writer = MLflowWriter("a run", "tests", tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    agent.learn(2 * STEPS, callback=[witness, writer, evaluate])
+    agent.learn(2 * STEPS, callback=[witness, writer, Evaluate()])
     again = MLflowWriter(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}", run_id=writer.run_id)
     agent.learn(STEPS, callback=[witness, again], reset_num_timesteps=False)
     run = writer.client.get_run(writer.run_id)
@@ -340,7 +342,7 @@ def test_wandb_keeps_figures_offline(make_agent: Callable[..., tg.Distributional
         def on_training_end(self) -> None:
             self.summary = dict(writer.run.summary)
 
-    agent.learn(2 * STEPS, callback=[reader := Reader(), writer, evaluate])
+    agent.learn(2 * STEPS, callback=[reader := Reader(), writer, Evaluate()])
     assert reader.summary["train/loss"] == pytest.approx(agent.metrics["train/loss"])
     assert reader.summary["time/total_timesteps"] == 2 * STEPS
     writer.wandb.teardown()  # the file is complete a moment after `finish`

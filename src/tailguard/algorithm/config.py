@@ -179,8 +179,7 @@ class LearnerConfig:
     @property
     def uses_entropy(self) -> bool:
         """Whether the entropy takes part in the loss at any time; if not, it is not computed there."""
-        decay = Schedule.parse(self.entropy_coef)
-        return decay.start != 0 or decay.end != 0
+        return any(Schedule.parse(self.entropy_coef).values)
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
         """This config with fields of the learner or of its network replaced; an unknown name is an error."""
@@ -304,4 +303,4 @@ def _check_schedule(name: str, given: float | str, *, zero: bool = True) -> None
         schedule = Schedule.parse(given)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    check_range(name, min(schedule.start, schedule.end), low=0, low_open=not zero)
+    check_range(name, min(schedule.values), low=0, low_open=not zero)

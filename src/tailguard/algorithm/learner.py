@@ -6,6 +6,7 @@ import math
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback
+from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback, make_callbacks
 from tailguard.algorithm.config import LearnerConfig
 from tailguard.algorithm.estimate import Estimates
 from tailguard.algorithm.nonfinite import check_rollout, finite_inputs, not_finite_in_graph
@@ -22,14 +23,17 @@ from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_
 from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout
 from tailguard.algorithm.runtime import Runtime
+from tailguard.algorithm.sb3 import make_writers, whole_number
 from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, support_drift
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
+from tailguard.algorithm.step_replay import StepReplay
 from tailguard.algorithm.tally import Figures
 from tailguard.algorithm.update import Batch
 from tailguard.algorithm.updates import Updates
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.envs.protocol import FunctionalEnv
+from tailguard.errors import ConfigError
 from tailguard.memory import keep_freed_memory
 from tailguard.models.agent import ActorCritic
 from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
@@ -83,6 +87,8 @@ class Learner(ABC):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
     ) -> None:
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
         self.config = config
@@ -91,6 +97,7 @@ class Learner(ABC):
         if self.device.type == "cpu":
             keep_freed_memory()
         self.seed = seed
+        self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.generator = torch.Generator(self.device).manual_seed(seed)
         # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
         self.prediction_generator = torch.Generator(self.device).manual_seed(seed)
@@ -120,6 +127,8 @@ class Learner(ABC):
         self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Figures of the last iteration, under SB3's names where it has them."""
+        self.recorded: dict[str, float] = self.metrics
+        """Where figures that callbacks record go: to the iteration under way, else to the last one."""
 
     def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
         """What the optimiser moves, in groups where they have step sizes of their own."""
@@ -174,40 +183,50 @@ class Learner(ABC):
         callback: CallbackLike = None,
         log_interval: int = 1,
         *,
+        tb_log_name: str | None = None,
         reset_num_timesteps: bool = True,
         progress_bar: bool = False,
     ) -> Self:
         """Train for at least `total_timesteps` environment steps, in whole rollouts.
 
-        `callback`: an object with SB3's methods (`on_rollout_start`, `on_step` once a rollout, `on_rollout_end`, …), a
-            function of `(locals, globals)`, or a list of them; a false return value ends the training.
-        `log_interval`: rollouts between two updates of the progress bar.
+        `callback`: an SB3 callback or a `tailguard.algorithm.callbacks.Callback`, a function of `(locals, globals)`, or
+            a list of them. `on_step` is called for every step of the vector of environments, when the rollout is
+            collected and before the updates on it. If it returns False the training ends there: the rollout is not
+            learned from, and `num_timesteps` is that step's.
+        `log_interval`: rollouts between two updates of the progress bar, and between two tables if `verbose` is 1.
+        `tb_log_name`: name of the run's folder in `tensorboard_log`, the learner's by default; a number is added.
         `reset_num_timesteps`: count steps from 0, and with them read the schedules; if not, both go on, as in SB3.
             Episodes under way go on in any case.
         """
+        total_timesteps = whole_number("total_timesteps", total_timesteps)
         check_count("total_timesteps", total_timesteps)
         check_count("log_interval", log_interval)
         if reset_num_timesteps:
             self.state.num_timesteps = 0
         begun = self.state.num_timesteps
         goal = begun + total_timesteps
-        listener = make_callback(callback)
+        rollout_size = self.config.n_steps * self.env.num_envs
+        writers = make_writers(self, log_interval, tb_log_name or type(self).__name__, new_run=reset_num_timesteps)
+        listener = make_callback([*make_callbacks(callback), *writers])
         listener.init_callback(self)
-        listener.on_training_start(locals(), globals())
+        listener.on_training_start(locals() | {"total_timesteps": goal}, globals())
+        replay = StepReplay(self, listener)
         clock = time.perf_counter()
-        with Progress(total_timesteps, shown=progress_bar) as bar:
+        with Progress(math.ceil(total_timesteps / rollout_size) * rollout_size, shown=progress_bar) as bar:
             while self.state.num_timesteps < goal:
                 self.state.progress = self.state.num_timesteps / goal
-                listener.on_rollout_start()
+                self.recorded = {}
+                replay.begin()
                 said = len(self.alarms)
-                self.metrics = self.iterate()
+                self.metrics = self.iterate(replay) | self.recorded
+                self.recorded = self.metrics
                 elapsed = time.perf_counter() - clock
                 self.metrics["time/fps"] = (self.state.num_timesteps - begun) / elapsed
                 self.metrics["time/total_timesteps"] = self.state.num_timesteps
-                listener.on_rollout_end()
+                listener.on_iteration_end()
                 if self.state.iteration % log_interval == 0 or self.state.num_timesteps >= goal:
                     bar.show(self.state.num_timesteps - begun, self.metrics)
-                goes_on = listener.on_step()
+                goes_on = listener.on_iteration_logged() and replay.goes_on
                 # Evaluations run in callbacks, and their figures join the iteration's only then.
                 self.alarms += self.health.evaluated(self.metrics, self.state.num_timesteps)
                 for alarm in self.alarms[said:]:
@@ -217,14 +236,18 @@ class Learner(ABC):
         listener.on_training_end()
         return self
 
-    def iterate(self) -> dict[str, float]:
-        """One rollout and the updates on it; returns the iteration's figures."""
+    def iterate(self, on_rollout: Callable[[Rollout], bool] | None = None) -> dict[str, float]:
+        """One rollout and the updates on it; returns the iteration's figures.
+
+        `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
+            steps is left to it.
+        """
         with tensor_cores(is_narrow(self.config.network.precision, self.device)):
-            return self._iterate()
+            return self._iterate(on_rollout)
 
     @abstractmethod
-    def _iterate(self) -> dict[str, float]:
-        """One rollout and what is learned from it; returns the iteration's figures."""
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
+        """One rollout and what is learned from it; see `iterate`."""
 
     @abstractmethod
     def set_hyper(self) -> object:
@@ -246,11 +269,11 @@ class Learner(ABC):
         clip = self.config.observation_clip if self.config.normalise_observations else math.inf
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
-    def _take_steps(self, usable: bool) -> None:
-        """Count an iteration."""
+    def _take_steps(self, wanted: bool, usable: bool) -> None:
+        """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""
         state = self.state
-        state.skipped += not usable
-        state.num_timesteps += self.config.n_steps * self.env.num_envs
+        state.skipped += wanted and not usable
+        state.num_timesteps += self.config.n_steps * self.env.num_envs if wanted else 0
         state.iteration += 1
         self.runtime.iterations += 1
 
@@ -323,10 +346,19 @@ class Learner(ABC):
         count = obs.shape[0]
         memory = self.agent.initial_state(count)[0]
         if state is not None:
+            expected = [tuple(part.shape) for part in memory]
             memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
+            found = [tuple(part.shape) for part in memory]
+            if found != expected:
+                raise ConfigError(
+                    f"state has shape {found}; for {count} observations it is {expected}. Give back what the last "
+                    "predict returned, or None at the start"
+                )
         start = torch.zeros(count, dtype=torch.bool, device=self.device)
         if episode_start is not None:
-            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(count)
+            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(-1)
+            if len(start) != count:
+                raise ConfigError(f"episode_start has {len(start)} entries for {count} observations")
         parameters, memory = self.agent.act(obs, memory, start)
         head = self.agent.action_head
         raw = head.mode(parameters) if deterministic else head.sample(parameters, self.prediction_generator)
@@ -343,18 +375,46 @@ class Learner(ABC):
             return PredictPolicy(self)  # a subclass decides in its own way
         return InferencePolicy(self.agent, self._observation_scale())
 
-    def get_env(self) -> VectorEnv:
-        """The environment the agent trains on."""
-        return self.env
+    def get_env(self) -> Any:
+        """The environment the agent trains on; an SB3 `VecEnv` if it was given one."""
+        return getattr(getattr(self.env, "vector_env", None), "vec_env", self.env)
 
-    def get_vec_normalize_env(self) -> None:
-        """None: the statistics are the agent's own. SB3's callbacks ask."""
-        return
+    def set_env(self, env: Any) -> None:
+        """Train on another environment from now on, with fresh episodes; observations and actions must be the same."""
+        from tailguard.algorithm.saving import move_to
+
+        move_to(self, env)
+
+    def get_vec_normalize_env(self) -> Any:
+        """SB3's `VecNormalize`, if the agent trains on one; else None, for the statistics are the agent's own."""
+        env = self.get_env()
+        while env is not None and not (hasattr(env, "norm_obs") and hasattr(env, "obs_rms")):
+            env = getattr(env, "venv", None)
+        return env
+
+    def get_parameters(self) -> dict[str, Any]:
+        """Copies of what SB3 calls parameters: `policy` (weights by name) and `policy.optimizer` (its moments).
+
+        `observations` and `returns` come with them: the statistics without which the weights mean something else.
+        """
+        from tailguard.algorithm.saving import parameters_of
+
+        return parameters_of(self)
+
+    def set_parameters(self, parameters: Mapping[str, Any] | str | Path, exact_match: bool = True) -> None:
+        """Put in what `get_parameters` gave, or the parameters of a saved agent.
+
+        `exact_match`: raise unless all of them are there; False takes some of them, and of `policy` some weights.
+        """
+        from tailguard.algorithm.saving import put_parameters, read_parameters
+
+        given = read_parameters(Path(parameters)) if isinstance(parameters, str | Path) else parameters
+        put_parameters(self, given, exact_match=exact_match)
 
     @property
     def logger(self) -> CallbackLogger:
-        """For SB3's callbacks: what they record joins `metrics`."""
-        return CallbackLogger(self.metrics)
+        """For SB3's callbacks: what they record joins `metrics` when the iteration ends, or at once after that."""
+        return CallbackLogger(self.recorded)
 
     def save(self, path: str | Path) -> None:
         """Write the agent to the folder `path`: weights and statistics as safetensors, the rest as JSON."""
@@ -363,12 +423,20 @@ class Learner(ABC):
         save_agent(self, Path(path))
 
     @classmethod
-    def load(cls, path: str | Path, env: Any = None, device: torch.device | str | None = None) -> Self:
-        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn.
+    def load(
+        cls,
+        path: str | Path,
+        env: Any = None,
+        device: torch.device | str | None = None,
+        *,
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
+    ) -> Self:
+        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested; `set_env` lets it learn.
 
         An agent of another learner goes on with this one: with its weights and statistics, this learner's own default
-        settings where the two differ, and a fresh optimiser.
+        settings where the two differ, and a fresh optimiser. `verbose` and `tensorboard_log` are not saved.
         """
         from tailguard.algorithm.saving import load_agent
 
-        return load_agent(Path(path), env, device, cls)
+        return load_agent(Path(path), env, device, cls, verbose=verbose, tensorboard_log=tensorboard_log)

@@ -14,7 +14,9 @@ of their tail exactly: ∇ES_α = −E[∇R | R ≤ VaR_α].
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
@@ -25,6 +27,7 @@ from tailguard.algorithm.estimate import CriticView, estimate, first_returns, lo
 from tailguard.algorithm.learner import Learner, Prepared
 from tailguard.algorithm.nonfinite import check_rollout
 from tailguard.algorithm.rollout import Rollout, act_and_step, collect
+from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.update import make_batch
@@ -54,6 +57,7 @@ class PathwiseLearner(Learner):
     `seed`: of the weights, the noise, the critics' minibatches and the environment.
     `device`: where the network lives; the environment's own device by default.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    `verbose`, `tensorboard_log`, `policy_kwargs`: as of `DistributionalPPO`.
     """
 
     kind: ClassVar[str] = "pathwise"
@@ -69,15 +73,22 @@ class PathwiseLearner(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
+        policy_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        check_arguments(type(self).__name__, PathwiseConfig, env, config, options)
+        options = sample_schedules(options) | network_options(policy_kwargs, options)
         chosen = (config or PathwiseConfig()).with_options(options)
         accounts = as_vector_env(env, num_envs, device)
         check_differentiable(accounts)
         if chosen.n_steps == 0:
             chosen = replace(chosen, n_steps=_episode_length(accounts))
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
-        super().__init__(accounts, chosen, seed=seed, device=device, risk=risk)
+        super().__init__(
+            accounts, chosen, seed=seed, device=device, risk=risk, verbose=verbose, tensorboard_log=tensorboard_log
+        )
         self.updates = CriticUpdates(self)
         self.set_hyper()
 
@@ -94,7 +105,7 @@ class PathwiseLearner(Learner):
         self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
 
-    def _iterate(self) -> dict[str, float]:
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         state, runtime = self.state, self.runtime
         if state.carry is None:
             state.carry = self._begin()
@@ -102,14 +113,16 @@ class PathwiseLearner(Learner):
         self.set_hyper()
         self.updates.begin()
         window = runtime.run("window", self._learn_policy)
+        # Acting and the policy's step are one pass through the window, so callbacks see it after both.
+        wanted = on_rollout is None or on_rollout(window.rollout)
         usable = window.prepared.batch is not None
-        if window.prepared.batch is not None and self.config.critic_epochs > 0:
+        if window.prepared.batch is not None and wanted and self.config.critic_epochs > 0:
             batch = window.prepared.batch
             batch = batch if self.agent.remembers else batch.rows_as_sequences()
             self.updates.run(batch, window.rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(window.rollout, window.prepared, usable))
         report = self._read(window.rollout, figures)
-        self._take_steps(usable)
+        self._take_steps(wanted, usable)
         self.snapshot = window.prepared.snapshot(self.agent, window.rollout, state.carry)
         return self._report(report)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
 from tailguard.algorithm.learner import Learner, Prepared
 from tailguard.algorithm.nonfinite import check_rollout
 from tailguard.algorithm.rollout import Carry, Rollout, act_and_step, collect
+from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
@@ -39,6 +40,12 @@ class DistributionalPPO(Learner):
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
     `extensions`: further terms of the loss.
+    `verbose`: 1 prints the table of figures while `learn` runs, every `log_interval` iterations.
+    `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
+    `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of our own names.
+
+    `learning_rate` and `clip_range` may be functions of the remaining progress (1 to 0), as in SB3. They are read at
+    1,025 points when the agent is made, with straight lines in between, and are saved with it as such.
     """
 
     kind: ClassVar[str] = "ppo"
@@ -54,13 +61,27 @@ class DistributionalPPO(Learner):
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
         extensions: Sequence[LossTerm] = (),
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
+        policy_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        check_arguments(type(self).__name__, PPOConfig, env, config, options)
+        options = sample_schedules(options) | network_options(policy_kwargs, options)
         chosen = (config or PPOConfig()).with_options(options)
-        super().__init__(env, chosen, seed=seed, device=device, num_envs=num_envs, risk=risk)
+        super().__init__(
+            env,
+            chosen,
+            seed=seed,
+            device=device,
+            num_envs=num_envs,
+            risk=risk,
+            verbose=verbose,
+            tensorboard_log=tensorboard_log,
+        )
         self.extensions = tuple(extensions)
-        exploration = Schedule.parse(chosen.exploration)
-        if not isinstance(self.agent.action_head, GaussianHead) and (exploration.start, exploration.end) != (1, 1):
+        explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
+        if not isinstance(self.agent.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
         self.state.kl_coef = chosen.kl_penalty
@@ -69,21 +90,22 @@ class DistributionalPPO(Learner):
         self.updates = PolicyUpdates(self)
         self.set_hyper()
 
-    def _iterate(self) -> dict[str, float]:
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         state, runtime = self.state, self.runtime
         if state.carry is None:
             state.carry = self._begin()
             runtime.forget()
         self.set_hyper()
         rollout = runtime.run("collect", self._collect)
-        usable = check_rollout(rollout, self) if runtime.looks else True
+        wanted = on_rollout is None or on_rollout(rollout)
+        usable = wanted and (check_rollout(rollout, self) if runtime.looks else True)
         prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
         if usable:
             batch = self._extend(rollout, prepared)
             self.updates.run(batch, rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
         report = self._read(rollout, figures)
-        self._take_steps(usable)
+        self._take_steps(wanted, usable)
         self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
         return self._report(report)
 
@@ -184,11 +206,16 @@ class DistributionalPPO(Learner):
         env: Any = None,
         device: torch.device | str | None = None,
         extensions: Sequence[LossTerm] = (),
+        *,
+        verbose: int = 0,
+        tensorboard_log: str | Path | None = None,
     ) -> DistributionalPPO:
-        """Read an agent that `save` wrote. Without an `env` it can predict and be backtested, but not learn.
+        """Read an agent that `save` wrote, as `Learner.load`.
 
-        `extensions`: terms of the loss to learn on with; they are not saved.
+        `extensions`: terms of the loss to learn on with; they are not saved, nor are `verbose` and `tensorboard_log`.
         """
         from tailguard.algorithm.saving import load_agent
 
-        return load_agent(Path(path), env, device, cls, extensions=extensions)
+        return load_agent(
+            Path(path), env, device, cls, extensions=extensions, verbose=verbose, tensorboard_log=tensorboard_log
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +18,10 @@ from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Carry
 from tailguard.algorithm.state import LearnerState
-from tailguard.envs.adapt import FlatInputs, GymnasiumInputs
-from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
+from tailguard.envs.adapt import FlatInputs, GymnasiumInputs, as_vector_env, policy_inputs
+from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
-from tailguard.errors import CheckpointError, TailguardError
+from tailguard.errors import CheckpointError, ConfigError, TailguardError
 from tailguard.models.agent import ActorCritic
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
@@ -36,6 +37,8 @@ PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
 EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
+PARAMETERS = {"policy": "agent", "policy.optimizer": "optimizer", "observations": "observations", "returns": "returns"}
+"""What `get_parameters` gives, SB3's names first, and the learner's parts they come from."""
 STREAMS = ("generator", "prediction_generator")
 
 
@@ -56,8 +59,7 @@ def load_agent(
     `kind`: the learner to go on with; none: the one that trained it. With another one the agent keeps its weights and
     statistics and begins anew with the rest.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no agent here: there is no such folder")
+    folder = find_agent(folder)
     about, parts = read_sealed(folder, PARTS)
     try:
         trained_by, config_kind = LEARNERS[about.get("learner", DistributionalPPO.kind)]
@@ -87,12 +89,22 @@ def load_agent(
     if env is None:
         agent.inputs = inputs
     else:
-        _check_env(folder, about, spec, agent)
+        _check_env(folder, about, spec, agent.env, agent.spec)
     if chosen is trained_by:
         restore(agent, parts, str(folder), episodes=False)
     else:
         adopt(agent, parts, str(folder))
     return agent
+
+
+def find_agent(folder: Path) -> Path:
+    """The folder, with or without the `.zip` that SB3's callbacks add to some names and not to others."""
+    candidates = [folder, folder.with_name(f"{folder.name}.zip")]
+    candidates += [folder.with_suffix("")] if folder.suffix == ".zip" else []
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise CheckpointError(f"{folder}: no agent here: there is no such folder")
 
 
 def capture(agent: Learner) -> dict[str, State]:
@@ -177,6 +189,66 @@ def adopt(agent: Learner, parts: Mapping[str, State], where: str) -> None:
         part.load_state_dict(state[name])
 
 
+def parameters_of(agent: Learner) -> dict[str, Any]:
+    """Copies of the weights, the optimiser's moments and the statistics that observations and returns are scaled by."""
+    parts = agent.parts()
+    return {name: copy.deepcopy(dict(parts[part].state_dict())) for name, part in PARAMETERS.items()}
+
+
+def read_parameters(folder: Path) -> dict[str, Any]:
+    """The same of a saved agent."""
+    parts = read_sealed(find_agent(folder), PARTS)[1]
+    state = {"agent": parts["weights"], **parts["state"]}
+    return {name: state[part] for name, part in PARAMETERS.items() if part in state}
+
+
+def put_parameters(agent: Learner, given: Mapping[str, Any], *, exact_match: bool) -> None:
+    """Put in what `parameters_of` gave, or a part of it if `exact_match` is false. Nothing is changed on an error."""
+    parts, where = agent.parts(), "set_parameters"
+    unknown = sorted(given.keys() - PARAMETERS.keys())
+    missing = sorted(PARAMETERS.keys() - given.keys()) if exact_match else []
+    if unknown or missing:
+        what = f"{', '.join(unknown)} unknown" if unknown else f"{', '.join(missing)} missing"
+        raise ConfigError(f"{where}: {what}; there are {', '.join(PARAMETERS)}. exact_match=False takes some of them")
+    new: dict[str, Any] = {}
+    for name, values in given.items():
+        mine = dict(parts[PARAMETERS[name]].state_dict())
+        partial = name == "policy" and not exact_match
+        new[name] = {**mine, **values} if partial else values
+        if name != "policy.optimizer":  # a fresh one holds nothing that moments could be compared with
+            _check_fits(new[name], mine, name, where)
+        _check_finite(where, {name: new[name]} if name in ("policy", "policy.optimizer") else {})
+    try:
+        for name, values in new.items():
+            parts[PARAMETERS[name]].load_state_dict(values)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointError(f"{where}: the values do not fit this agent: {error!r}") from error
+    agent.runtime.forget()
+    agent.set_hyper()
+
+
+def move_to(agent: Learner, env: Any) -> None:
+    """Give the agent another environment, as by saving it and loading it there: it begins fresh episodes."""
+    vector_env = as_vector_env(env, None, None if isinstance(env, VectorEnv) else agent.device)
+    about = describe(agent)
+    _check_env(Path("set_env"), about, agent.spec, vector_env, policy_inputs(vector_env).spec)
+    parts, alarms = capture(agent), agent.alarms
+    risk = None if agent.risk is None else agent.risk.config
+    options: dict[str, Any] = {"extensions": agent.extensions} if isinstance(agent, DistributionalPPO) else {}
+    type(agent).__init__(
+        agent,
+        vector_env,
+        agent.config,
+        seed=agent.seed,
+        risk=risk,
+        verbose=agent.verbose,
+        tensorboard_log=agent.tensorboard_log,
+        **options,
+    )
+    agent.alarms = alarms
+    restore(agent, parts, "set_env", episodes=False)
+
+
 # --- what must hold before anything is used -------------------------------------------------------------------------
 
 
@@ -257,16 +329,18 @@ def _on_device(state: Any, device: torch.device) -> Any:
     return state.to(device) if isinstance(state, Tensor) else state
 
 
-def _check_env(folder: Path, about: State, spec: TradingSpec | None, agent: Learner) -> None:
+def _check_env(
+    folder: Path, about: State, spec: TradingSpec | None, env: VectorEnv, env_spec: TradingSpec | None
+) -> None:
     """Refuse an environment that asks for other actions, or shows other numbers, than the agent has learned with."""
-    size, space = agent.env.observation_size, _describe_space(agent.env.action_space)
+    size, space = env.observation_size, _describe_space(env.action_space)
     if (size, space) != (about["observation_size"], about["action_space"]):
         raise TailguardError(
             f"{folder}: the agent reads {about['observation_size']} numbers and acts in "
             f"{about['action_space']}; this environment has {size} and {space}"
         )
-    if spec is not None and agent.spec is not None and spec.scaler.digest() != agent.spec.scaler.digest():
-        known, shown = spec.scaler.names, agent.spec.scaler.names
+    if spec is not None and env_spec is not None and spec.scaler.digest() != env_spec.scaler.digest():
+        known, shown = spec.scaler.names, env_spec.scaler.names
         what = "the same features on another scale" if known == shown else ", ".join(shown)
         raise TailguardError(
             f"{folder}: the agent has learned with {', '.join(known)}; this environment shows {what}. Make it with the "

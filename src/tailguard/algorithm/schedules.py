@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tailguard.errors import ConfigError
 
-ScheduleKind = Literal["constant", "linear", "cosine", "exponential"]
+ScheduleKind = Literal["constant", "linear", "cosine", "exponential", "points"]
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,20 @@ class Schedule:
     """A number as a function of training progress in [0, 1], from ``start`` to ``end``, never below ``floor``."""
 
     kind: ScheduleKind
-    """constant, linear, cosine (half a period) or exponential (a constant factor per unit of progress)."""
+    """constant, linear, cosine (half a period), exponential (a constant factor per unit of progress), or points."""
     start: float
     """Value at progress 0."""
     end: float
     """Value at progress 1; equals start for a constant."""
     floor: float = -math.inf
     """Lower bound of the value."""
+    points: tuple[float, ...] = ()
+    """Values at equal steps of progress from 0 to 1, linear in between; for the kind points."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(ScheduleKind):
             raise ConfigError(f"schedule {self.kind!r}; choose one of {', '.join(get_args(ScheduleKind))}")
-        if not (math.isfinite(self.start) and math.isfinite(self.end)):
+        if not all(map(math.isfinite, self.values)):
             raise ConfigError(f"schedule {self.kind}: start {self.start} and end {self.end} must be finite")
         if self.kind == "constant" and self.start != self.end:
             raise ConfigError(f"schedule constant: start {self.start} and end {self.end} differ; give one value")
@@ -44,21 +46,36 @@ class Schedule:
 
     @classmethod
     def parse(cls, spec: float | str | Sequence[str | float], floor: float = -math.inf) -> Self:
-        """A schedule from ``3e-4``, ``"linear:3e-4:0"`` or ``["linear", 3e-4, 0]``."""
+        """A schedule from ``3e-4``, ``"linear:3e-4:0"``, ``["linear", 3e-4, 0]`` or ``"points:3e-4:1e-4:1e-5"``."""
         if isinstance(spec, str):
             parts: Sequence[str | float] = spec.split(":")
         else:
             parts = [spec] if isinstance(spec, int | float) else spec
         try:
+            if parts[0] == "points":
+                points = tuple(map(float, parts[1:]))
+                return cls("points", points[0], points[-1], floor, points)
             kind, start, end = parts if len(parts) != 1 else ("constant", parts[0], parts[0])
             start, end = float(start), float(end)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"schedule {spec!r}: give a number, or kind:start:end such as linear:3e-4:0") from error
+        except (TypeError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f"schedule {repr(spec)[:80]}: give a number, or kind:start:end such as linear:3e-4:0"
+            ) from error
         return cls(cast(ScheduleKind, kind), start, end, floor)
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Every value lies between two of these, apart from the floor."""
+        return self.points or (self.start, self.end)
 
     def __call__(self, progress: float) -> float:
         progress = min(max(progress, 0.0), 1.0)
-        if self.kind == "exponential":
+        if self.points:
+            place = progress * (len(self.points) - 1)
+            before = min(int(place), len(self.points) - 2)
+            low, high = self.points[before : before + 2] if len(self.points) > 1 else (self.start, self.end)
+            value = low + (high - low) * (place - before)
+        elif self.kind == "exponential":
             value = self.start * math.pow(self.end / self.start, progress)
         else:
             remaining = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress

@@ -81,14 +81,7 @@ class GymnasiumInputs:
     spec: None = None
 
     def encode(self, observation: Any) -> tuple[NDArray[np.float32], bool]:
-        space = self.env.vector_env.single_observation_space
-        leaf, part = space, observation
-        while not leaf.shape and hasattr(leaf, "spaces"):  # the first leaf of a Dict or Tuple
-            key = next(iter(leaf.spaces)) if isinstance(leaf.spaces, dict) else 0
-            leaf, part = leaf.spaces[key], part[key]
-        shape = np.shape(part)
-        single = len(shape) == len(leaf.shape or ())
-        count = 1 if single else shape[0]
+        count, single = self.env.observations.count(observation)
         return self.env.observations.flatten(observation, count), single
 
     def decode(self, action: Tensor) -> NDArray[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tailguard.envs.gym_spaces import FlatObservations, GymnasiumActions
 from tailguard.envs.protocol import ActionSpace, Step
+from tailguard.envs.sb3_vec_env import SB3VecEnv, is_sb3_vec_env
 from tailguard.errors import ConfigError, TailguardError
 
 GymEnv = gymnasium.Env[Any, Any]
@@ -57,8 +58,8 @@ class GymnasiumEnv:
         """Adapt `env`.
 
         Args:
-            env: A Gymnasium id, one environment, a list of functions that make one each, or a vector environment,
-                which must state its autoreset mode in `metadata["autoreset_mode"]`.
+            env: A Gymnasium id, one environment, a list of functions that make one each, an SB3 `VecEnv`, or a vector
+                environment, which must state its autoreset mode in `metadata["autoreset_mode"]`.
             num_envs: Copies of an id, 8 unless given; in every other case the number is known and need not be given.
             seed: Used by the first `reset` that is given none. As in Gymnasium, copy i is seeded with seed + i.
             device: Where the tensors live; the environments themselves run on the CPU.
@@ -79,6 +80,8 @@ class GymnasiumEnv:
         self._episode_return = np.zeros(self.num_envs)
         self._episode_length = np.zeros(self.num_envs, dtype=np.int64)
         self._restarts = np.zeros(self.num_envs, dtype=np.bool_)
+        self.step_infos: list[list[dict[str, Any]]] | None = None
+        """What the environments said of each step since a list was put here, a dict each; None: it is not kept."""
 
     def reset(self, seed: int | None = None) -> Tensor:
         """Start N fresh episodes and return their first observations, [N, O].
@@ -98,6 +101,9 @@ class GymnasiumEnv:
         observations, rewards, *flags, infos = self.vector_env.step(self.actions.decode(action))
         terminated, truncated = (np.asarray(flag, dtype=np.bool_) for flag in flags)
         ended = terminated | truncated
+        if self.step_infos is not None:
+            own = self.vector_env.infos if isinstance(self.vector_env, SB3VecEnv) else None
+            self.step_infos.append(own or [info_of(infos, index) for index in range(self.num_envs)])
         obs, final_obs = self._next_and_final(observations, ended, infos)
 
         # Whatever the environment says of the step in which it only restarted, nothing happened in it.
@@ -177,6 +183,19 @@ class GymnasiumEnv:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
 
 
+def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """One environment's info of a step: where its episode ended in it, that of the last step and not of the restart."""
+    if "final_info" in infos and infos["_final_info"][index]:
+        infos = infos["final_info"]
+    said = {}
+    for name, value in infos.items():
+        mask = infos.get(f"_{name}")
+        if name.startswith("_") or name in ("final_obs", "final_info") or (mask is not None and not mask[index]):
+            continue
+        said[name] = info_of(value, index) if isinstance(value, Mapping) else value[index]
+    return said
+
+
 class _OwnLastObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Hands out a copy of an episode's last observation.
 
@@ -206,6 +225,8 @@ def _vectorised(
         raise ConfigError(f"env_kwargs {sorted(env_kwargs)} go with a Gymnasium id; {env} is already made.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         vector_env = env
+    elif is_sb3_vec_env(env):
+        vector_env = SB3VecEnv(env)
     elif isinstance(env, gymnasium.Env):
         vector_env = _vectorised_factories([lambda: env], "sync")
     elif isinstance(env, list | tuple) and env and all(callable(factory) for factory in env):
@@ -213,7 +234,7 @@ def _vectorised(
     else:
         raise TailguardError(
             f"{env!r} is not a Gymnasium environment. Give an id such as 'CartPole-v1', a gymnasium.Env, "
-            "a list of functions that each make one, or a gymnasium.vector.VectorEnv."
+            "a list of functions that each make one, a gymnasium.vector.VectorEnv, or an SB3 VecEnv."
         )
     if num_envs is not None and num_envs != vector_env.num_envs:
         raise ConfigError(f"num_envs is {num_envs}, but {vector_env} has {vector_env.num_envs}. Leave num_envs out.")
@@ -243,11 +264,14 @@ def _vectorised_factories(factories: Sequence[EnvFactory], vectorization_mode: V
     def with_own_last_observation(factory: EnvFactory) -> EnvFactory:
         return lambda: _OwnLastObservation(factory())
 
+    # A forked process hangs as soon as it needs a thread of a library that ran before, Polars or OpenMP.
+    options: dict[str, Any] = {"context": "spawn"} if vectorization_mode == "async" else {}
     # The observations are copied when they are flattened, so the vector environment need not do it too.
     return vectorisers[vectorization_mode](
         [with_own_last_observation(factory) for factory in factories],
         copy=False,
         autoreset_mode=AutoresetMode.SAME_STEP,
+        **options,
     )
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard.envs.protocol import ActionSpace, Box, Discrete
-from tailguard.errors import TailguardError
+from tailguard.errors import ConfigError, TailguardError
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class _Columns:
     """Keys from the whole observation to this leaf."""
     start: int
     stop: int
+    shape: tuple[int, ...]
+    """Of the leaf in one observation."""
     one_hot: NDArray[np.int64] | None
     """For discrete leaves what to add to each variable's value to get its column, [K]; None: values as they are."""
 
@@ -40,7 +42,28 @@ class FlatObservations:
                 sizes, smallest = _choices(leaf)
                 one_hot = self.size + np.cumsum(sizes) - sizes - smallest
             start, self.size = self.size, self.size + spaces.flatdim(leaf)
-            self.columns.append(_Columns(path, start, self.size, one_hot))
+            self.columns.append(_Columns(path, start, self.size, tuple(leaf.shape or ()), one_hot))
+
+    def count(self, observation: Any) -> tuple[int, bool]:
+        """How many observations these are, and whether a single one was given; raise unless each leaf has its shape."""
+        counts: set[int | None] = set()
+        for columns in self.columns:
+            where = "observation" + "".join(f"[{key!r}]" for key in columns.path)
+            leaf = observation
+            try:
+                for key in columns.path:
+                    leaf = leaf[key]
+                found = np.shape(leaf)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise ConfigError(f"{where}: cannot be read from what was given: {error!r}") from error
+            if found != columns.shape and found[1:] != columns.shape:
+                batch = str(("n", *columns.shape)).replace("'", "")
+                raise ConfigError(f"{where} has shape {found}; the agent reads {columns.shape} or a batch {batch}")
+            counts.add(None if found == columns.shape else found[0])
+        if len(counts) > 1:
+            raise ConfigError(f"observation: its parts are batches of different sizes: {sorted(map(str, counts))}")
+        (count,) = counts
+        return (1, True) if count is None else (count, False)
 
     def flatten(self, observations: Any, rows: int) -> NDArray[np.float32]:
         """A fresh array, [rows, O], that shares no memory with the environments'."""

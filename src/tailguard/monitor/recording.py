@@ -19,7 +19,7 @@ STEP = "time/total_timesteps"
 class FigureWriter(Callback, ABC):
     """Hands over every iteration's figures, and every alarm when it is raised for the first time.
 
-    Other callbacks record figures of their own, evaluations above all, some of them only in `on_step`. Those join the
+    Other callbacks record figures of their own, evaluations above all, some of them after this one. Those join the
     iteration's figures as soon as they can be known to be complete: before the next rollout, or at the end.
     """
 
@@ -48,7 +48,7 @@ class FigureWriter(Callback, ABC):
     def on_rollout_start(self) -> None:
         self._complete()
 
-    def on_rollout_end(self) -> None:
+    def on_iteration_end(self) -> None:
         figures = numbers(self.model.metrics)
         self.known = frozenset(figures)
         self.write(figures, self.model.num_timesteps)

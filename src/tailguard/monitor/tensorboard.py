@@ -55,8 +55,8 @@ class TensorBoardWriter(FigureWriter):
         if not goes_on:
             self._write_hyperparameters("start")
 
-    def on_rollout_end(self) -> None:
-        super().on_rollout_end()
+    def on_iteration_end(self) -> None:
+        super().on_iteration_end()
         if (self.model.state.iteration - 1) % self.histogram_every == 0:
             self._write_histograms(self.model.num_timesteps)
         # A checkpoint may follow, and the curves must not be shorter than it when the process is killed.

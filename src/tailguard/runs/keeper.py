@@ -48,7 +48,7 @@ class Keeper(Callback):
     def on_rollout_start(self) -> None:
         self.before = self.model.num_timesteps
 
-    def on_rollout_end(self) -> None:
+    def on_iteration_end(self) -> None:
         now = self.model.num_timesteps
         self.due, self.score = now // self.steps > self.before // self.steps or now >= self.goal, None
         if self.due and self.validation is not None:
@@ -56,7 +56,7 @@ class Keeper(Callback):
             if self.score is not None:
                 self.model.metrics[SCORE] = self.score
 
-    def on_step(self) -> bool:
+    def on_iteration_logged(self) -> bool:
         late = time.monotonic() - self.saved_time >= self.seconds
         if self.due or late or self.stop.received is not None:
             self._save()
