@@ -167,7 +167,7 @@ def _perturbed(features: Tensor, usable: NDArray[np.bool_], noise: float, clip: 
 class _Decider(Protocol):
     """Names target weights [A] for the next open; NaN holds."""
 
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float: ...
+    def __call__(self, state: EpisodeState, new_window: bool, first: bool, unfilled: Float) -> Float: ...
 
 
 class _AgentDecider:
@@ -175,7 +175,7 @@ class _AgentDecider:
         self.agent, self.task = agent, task
         self.memory: Any = None
 
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
+    def __call__(self, state: EpisodeState, new_window: bool, first: bool, unfilled: Float) -> Float:  # noqa: ARG002 (see _Decider)
         observation = self.task.observe(state).cpu().numpy()
         action, self.memory = self.agent.predict(
             observation, state=self.memory, episode_start=np.array([new_window]), deterministic=True
@@ -188,7 +188,7 @@ class _FunctionDecider:
     def __init__(self, policy: Policy, panel: Panel) -> None:
         self.policy, self.panel = policy, panel
 
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
+    def __call__(self, state: EpisodeState, new_window: bool, first: bool, unfilled: Float) -> Float:  # noqa: ARG002 (see _Decider)
         panel, row = self.panel, int(state.market.row[0])
         until = slice(None, row + 1)
         moment = Moment(
@@ -203,6 +203,7 @@ class _FunctionDecider:
             weights=state.market.weights[0].double().numpy(),
             equity=float(state.market.equity[0]),
             bars_per_year=panel.bars_per_year,
+            unfilled=unfilled,
         )
         return np.asarray(self.policy(moment), dtype=np.float64)
 
@@ -218,7 +219,7 @@ class _ArrayDecider:
                 f"a row for each bar, lead-in included, and a column for each of {', '.join(panel.symbols)}"
             )
 
-    def __call__(self, state: EpisodeState, new_window: bool, first: bool) -> Float:  # noqa: ARG002 (see _Decider)
+    def __call__(self, state: EpisodeState, new_window: bool, first: bool, unfilled: Float) -> Float:  # noqa: ARG002 (see _Decider)
         return np.asarray(self.targets[int(state.market.row[0])])
 
 
@@ -247,6 +248,7 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
     booked = np.empty((sum(end - begin for begin, end in stretches), len(BOOKED)))
     shielded: list[bool] = []
     liquidated = False
+    unfilled = np.zeros(panel.assets)
     for stretch, (begin, end) in enumerate(stretches):
         state = task.begin(replace(account, row=torch.tensor([begin])))
         goes_on = stretch + 1 < len(stretches)
@@ -258,7 +260,7 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
             if liquidated or (goes_on and row == end - 1):
                 target = np.zeros(panel.assets)
             else:
-                asked = decide(state, new_window or row == begin, first=not rows)
+                asked = decide(state, new_window or row == begin, first=not rows, unfilled=unfilled)
                 _check_target(asked, panel, row, config)
                 waiting.append(asked)
                 target = waiting.popleft()
@@ -269,7 +271,10 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
                 tensor, flags = task.shield.apply(tensor, equity, start)
                 held_back, target = bool(flags[0]), tensor[0].numpy()
             shielded.append(held_back)
+            before = state.market.weights[0].double().numpy()
             state, transition = task.advance(state, tensor.nan_to_num(), tensor.isnan())
+            after = state.market.weights[0].double().numpy() * (1 + float(transition.net[0]))
+            unfilled = _unfilled(panel, row, target, before, after)
             liquidated = liquidated or bool(transition.liquidated[0])
             booked[len(rows)] = torch.cat([getattr(transition, name) for name in BOOKED]).double().numpy()
             rows.append(row + 1)
@@ -277,6 +282,19 @@ def _run(task: TradingTask, decide: _Decider, panel: Panel, usable: NDArray[np.b
             weights.append(state.market.weights[0].double().numpy())
         account = state.market
     return _collect(panel, rows, targets, weights, booked, shielded, liquidated)
+
+
+def _unfilled(panel: Panel, row: int, target: Float, before: Float, after: Float) -> Float:
+    """What the bar after `row` left unfilled of each order, as shares of the equity before it, [A].
+
+    `before`: weights at the close of `row`; `after`: position values one bar later, as shares of the same equity.
+    """
+    opened = before * panel.open[row + 1] / panel.close[row]
+    filled = after * panel.open[row + 1] / panel.close[row + 1]
+    wanted = np.where(np.isnan(target), filled, target * (1 + (opened - before).sum()))
+    missing = wanted - filled
+    # The tolerance is the rounding of float32 weights.
+    return np.where(np.abs(missing) > 1e-6, missing, 0.0)
 
 
 def _check_target(target: Float, panel: Panel, row: int, config: MarketConfig) -> None:
