@@ -92,6 +92,33 @@ def test_bars_never_seen_are_traded(folder: Path, tmp_path: Path) -> None:
     assert figures["results"]["buy & hold"]["total_return"] == pytest.approx(held, abs=1e-12)
 
 
+def test_bars_of_the_training_are_called_that_and_no_skill_is_claimed(folder: Path, tmp_path: Path) -> None:
+    own = tg.load_bars(load_config(folder / "config.yaml").data.path)
+    split = tg.split_bars(own, validation=0.15, test=0.15, embargo="1d")
+    copy = tmp_path / "copy.parquet"
+    own.frame.drop("segment").with_columns(symbol=pl.lit("BTC")).write_parquet(copy)
+    traded = own.frame["time"]
+    known = sum(
+        ((traded >= part.start) & (traded <= part.end_points[1])).sum() for part in (split.train, split.validation)
+    )
+    shown = " ".join(run("backtest", folder, "--data", copy, "--trials", 1).split())
+    assert f"IN-SAMPLE: {100 * known / len(own):.1f} % of these bars, {split.train.start:%Y-%m-%d %H:%M} to" in shown
+    assert "were in the run's training and validation data" in shown
+    assert "trained on SYN01, never on BTC" in shown
+    assert "what luck explains" not in shown
+    figures = json.loads(run("backtest", folder, "--data", copy, "--trials", 1, "--json", "-"))
+    assert figures["deflated_sharpe"] is None
+    assert figures["seen_in_training_or_validation"] == pytest.approx(known / len(own))
+    assert "IN-SAMPLE" in figures["warnings"][0]
+    later = tmp_path / "later.parquet"
+    tg.make_market(1_000, seed=9).save(later)  # other prices under the same name
+    honest = " ".join(run("backtest", folder, "--data", later, "--trials", 1).split())
+    assert "WARNING" not in honest
+    assert "what luck explains" in honest
+    assert "IN-SAMPLE: 100.0 % of these bars" in " ".join(run("backtest", folder, "--split", "train").split())
+    assert "WARNING" not in run("backtest", folder)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

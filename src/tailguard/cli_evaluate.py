@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO
     from tailguard.config import RunConfig
     from tailguard.data.bars import Bars
+    from tailguard.evaluate.overlap import Overlap
     from tailguard.evaluate.significance import SharpeEvidence
     from tailguard.evaluate.standing import Standing
     from tailguard.evaluate.trials import TrialCount
@@ -77,6 +78,8 @@ def backtest(
 
     found = _backtests(run, data, split, symbol, (costs, delay, noise), trials, console)
     if json_file != "-":
+        for line in found.seen.lines():
+            console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
         print_standing(found.standing, found.title, console)
         console.print()
         for line in found.lines():
@@ -244,12 +247,15 @@ class _Backtests:
     standing: Standing
     trials: TrialCount | None
     """None on bars that no trial was chosen by."""
+    seen: Overlap
+    """What the run has seen of the bars."""
 
     @property
     def skill(self) -> SharpeEvidence | None:
+        """None also where the agent may have learned the bars by heart."""
         from tailguard.evaluate.significance import sharpe_evidence
 
-        if self.trials is None:
+        if self.trials is None or not self.seen.honest:
             return None
         own = self.standing.results["agent"]
         tried = self.trials
@@ -276,6 +282,8 @@ class _Backtests:
         skill = self.skill
         return {
             "trials": None if self.trials is None else self.trials.count,
+            "seen_in_training_or_validation": None if self.seen.unknown else self.seen.share,
+            "warnings": [line.removeprefix("WARNING  ") for line in self.seen.lines()],
             "deflated_sharpe": None if skill is None else _finite(skill.deflated),
             "sharpe_interval": {
                 name: [_finite(found.low), _finite(found.high)] for name, found in self.standing.sharpes.items()
@@ -302,6 +310,8 @@ def _backtests(
     console: Console,
 ) -> _Backtests:
     """The agent under the stress and the baselines under its costs, with the budget that the run was trained under."""
+    from tailguard.evaluate.notes import baseline_notes
+    from tailguard.evaluate.overlap import Overlap, overlap_of, overlap_with_run
     from tailguard.evaluate.report.collect import trials_of
     from tailguard.evaluate.standing import own_budget, standing
     from tailguard.evaluate.stress import scaled_costs
@@ -320,14 +330,21 @@ def _backtests(
     else:
         agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net"
     bars = _one_account(agent, bars, symbol, pool=True)
+    if opened is None:
+        seen = overlap_with_run(config, bars)
+    elif split in (None, "test"):
+        seen = Overlap(0.0)
+    else:
+        seen = overlap_of(bars, opened.part("train"), opened.part("validation"))
     market = scaled_costs(config.market, costs)
     with shown_steps("backtest", 12, console) as begin:
         results = agent_and_baselines(agent, bars, market, delay=delay, noise=noise, before_each=begin)
-        found = standing(results, own_budget(config), before_each=begin)
+        notes = baseline_notes(results, bars, market)
+        found = standing(results, own_budget(config), notes=notes, before_each=begin)
     tried = None if trials is None else given_trials(trials)
     if opened is not None and split in (None, "test"):
         tried = trials_of(opened, results["agent"], trials)
-    return _Backtests(title, found, tried)
+    return _Backtests(title, found, tried, seen)
 
 
 def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:

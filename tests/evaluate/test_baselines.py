@@ -152,3 +152,77 @@ def test_impossible_windows_are_refused() -> None:
         MovingAverageCross(fast=50, slow=50)
     with pytest.raises(ConfigError, match="window"):
         VolatilityTarget(window=1)
+
+
+FREE = MarketConfig(fee=0.0, half_spread=0.0, impact=0.0, funding_rate=0.0)
+
+
+def thin(bars, share: float):
+    """The same bars and an account so large that one bar's volume fills this share of it, at the median volume."""
+    volume = float((bars.frame["volume"] * bars.frame["open"]).median())
+    return replace(FREE, participation=0.1, capital=0.1 * volume / share)
+
+
+def test_buy_and_hold_asks_until_it_is_filled(bars) -> None:
+    """By hand: each bar buys what its volume takes, until the target of that bar is reached; then the units stay."""
+    config, panel = thin(bars, 0.03), bars.panel()
+    held = tg.backtest(BuyAndHold(), bars, config)
+    units, cash, full, by_hand = 0.0, 1.0, False, [1.0]
+    for row in range(1, panel.rows):
+        first, last = float(panel.open[row, 0]), float(panel.close[row, 0])
+        if not full:
+            most = 0.1 * float(panel.volume[row, 0]) * first / config.capital
+            wanted = cash + units * first - units * first  # all of the equity, less what is held
+            bought = min(wanted, most)
+            full = bought == wanted
+            units, cash = units + bought / first, cash - bought
+        by_hand.append(cash + units * last)
+    np.testing.assert_allclose(held.equity, by_hand, rtol=1e-9)
+    assert full
+    filled = int(np.flatnonzero(held.turnover).max())
+    assert filled > 15
+    # From there on it is what the prices are, as without a cap.
+    assert held.equity[-1] / held.equity[filled + 1] == pytest.approx(panel.close[-1, 0] / panel.close[filled + 1, 0])
+
+
+def test_every_asset_is_bought_to_its_own_end() -> None:
+    """One asset with a hundredth of the other's volume: the liquid one is bought once and left alone."""
+    market = tg.make_market(400, seed=4, assets=2).bars
+    first = market.symbols[0]
+    scarce = market.frame.with_columns(
+        volume=pl.when(pl.col("symbol") == first).then(pl.col("volume") / 100).otherwise(pl.col("volume"))
+    )
+    volume = float((scarce.filter(pl.col("symbol") == first)["volume"] * scarce["open"][0]).median())
+    config = replace(FREE, participation=0.1, capital=0.1 * volume / 0.02)
+    held = tg.backtest(BuyAndHold(), replace(market, frame=scarce), config)
+    asked = ~np.isnan(held.targets)
+    assert asked[:, 1].sum() == 1
+    assert 10 < asked[:, 0].sum() < 100
+    last = int(np.flatnonzero(asked[:, 0]).max())
+    assert held.weights[last, 0] == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_change_of_side_is_completed_too(bars) -> None:
+    capped, free = (tg.backtest(MovingAverageCross(), bars, config) for config in (thin(bars, 0.2), FREE))
+    sides = np.sign(free.weights[:, 0])
+    # Twenty bars after a change of side, ten of which fill a position from −1 to 1, both hold the same.
+    steady = np.array([row > 20 and abs(sides[row - 20 : row + 1].sum()) == 21 for row in range(len(sides))])
+    assert steady.sum() > 100
+    np.testing.assert_allclose(np.sign(capped.weights[steady, 0]), sides[steady])
+    assert (np.abs(capped.weights[steady, 0]) > 0.6).mean() > 0.95
+
+
+def test_what_a_gap_left_unsold_does_not_keep_it_from_buying_again(bars) -> None:
+    after = pl.int_range(len(bars)) >= 600
+    gapped = replace(
+        bars,
+        frame=bars.frame.with_columns(
+            time=(pl.col("time") + pl.when(after).then(timedelta(days=3)).otherwise(timedelta(0))).cast(
+                bars.frame["time"].dtype
+            ),
+            segment=pl.col("segment") + after.cast(pl.Int32),
+        ),
+    )
+    held = tg.backtest(BuyAndHold(), gapped, thin(bars, 0.1))
+    assert 0 < held.weights[598, 0] < 0.99  # the last bar before the gap took a part of the sale
+    assert held.weights[640, 0] > 0.99

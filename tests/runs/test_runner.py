@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import tailguard as tg
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.standing import Budget, standing
-from tailguard.evaluate.table import growth, percent, print_standing
+from tailguard.evaluate.table import growth, percent, print_standing, standing_columns
 from tailguard.evaluate.trained import AGENT, OPTIMUM, RANDOM
 from tailguard.runs.runner import RunResult, train, verdict
 
@@ -63,14 +64,58 @@ def test_the_verdict_does_not_flatter(bars, finished) -> None:
     assert "better than buy & hold" in small
 
 
+def test_the_verdict_says_on_which_side_of_buy_and_hold_the_agent_is(bars, finished) -> None:
+    """The sign of the difference and the p-value of that side: 0.9 for being ahead is 0.1 for being behind."""
+    result, _ = finished
+    held = tg.backtest(BuyAndHold(), bars)
+    found = standing({AGENT: tg.backtest(BuyAndHold(0.5), bars), "buy & hold": held})
+    for estimate, p_value, words in (
+        (
+            -0.8,
+            0.9,
+            "Its Sharpe ratio is 0.80 below that of buy & hold, which chance explains well enough (p = 0.1)",
+        ),
+        (-0.8, 0.999, "Its Sharpe ratio is 0.80 below that of buy & hold (p = 0.0015)"),
+        (0.8, 0.03, "Its Sharpe ratio is 0.80 above that of buy & hold (p = 0.03)"),
+        (0.8, 0.3, "Its Sharpe ratio is 0.80 above that of buy & hold, which chance explains well enough (p = 0.3)"),
+    ):
+        told = replace(found.beaten["buy & hold"], estimate=estimate, p_value=p_value, resamples=2_000)
+        said = verdict(RunResult(result.folder, result.agent, replace(found, beaten={"buy & hold": told})))
+        assert words in said
+        assert "ahead" not in said
+
+
+def test_a_short_record_is_not_annualised(bars, finished) -> None:
+    """1,199 hours are 50 days."""
+    result, _ = finished
+    held = tg.backtest(BuyAndHold(), bars)
+    found = standing({AGENT: held, "buy & hold": held})
+    total = percent(held.metrics["total_return"])
+    assert f"{total} in 50 days net of costs" in verdict(RunResult(result.folder, result.agent, found))
+    columns = standing_columns(found)
+    assert columns["growth/50d"][AGENT] == total
+    assert "growth/yr" not in columns
+    # 50 days have 7.1 weeks, and 0.36 of the worst 5 %.
+    assert columns["CVaR 5 %/wk"][AGENT] == "too short"
+    year = replace(held, bars_per_year=float(len(held.net)))
+    assert standing_columns(standing({AGENT: year}))["growth/yr"][AGENT] == total
+
+
+def test_notes_stand_below_the_table(bars) -> None:
+    result = tg.backtest(BuyAndHold(), bars)
+    console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_standing(standing({AGENT: result}, notes=["mind [this]"]), "test", console)
+    assert console.export_text().splitlines()[-1] == "note     mind [this]"
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path: Path, small_config, quiet) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write there"):
         train(small_config(), tmp_path / "file" / "run", quiet)
     (tmp_path / "notes").write_text("mine")
-    for replace in (False, True):
+    for anew in (False, True):
         with pytest.raises(ConfigError, match="exists already and holds no run"):
-            train(small_config(), tmp_path, quiet, replace=replace)
+            train(small_config(), tmp_path, quiet, replace=anew)
     assert (tmp_path / "notes").read_text() == "mine"
 
 

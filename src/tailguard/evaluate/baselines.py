@@ -43,6 +43,13 @@ class Moment:
     equity: float
     """Equity as a multiple of the starting capital."""
     bars_per_year: float
+    unfilled: Float | None = None
+    """What volume left unfilled of the last order, as shares of equity, positive to buy, [A]; None: nothing."""
+
+    @property
+    def waiting(self) -> NDArray[np.bool_]:
+        """Assets whose last order was not filled to its end, [A]."""
+        return np.zeros(len(self.weights), bool) if self.unfilled is None else self.unfilled != 0
 
 
 Policy = Callable[[Moment], Float]
@@ -59,20 +66,25 @@ class Flat:
 
 @dataclass(frozen=True)
 class BuyAndHold:
-    """Buys all assets in equal parts, at the start and after every gap that closed them, and leaves them alone."""
+    """Buys all assets in equal parts, at the start and after every gap that closed them, and leaves them alone.
+
+    An order that volume cuts is asked for again at every bar until it is filled.
+    """
 
     exposure: float = 1.0
     """Gross weight bought."""
 
     def __call__(self, moment: Moment) -> Float:
-        if not moment.weights.any():
-            return np.full_like(moment.weights, self.exposure / len(moment.weights))
-        return np.full_like(moment.weights, HOLD)
+        wanted = self.exposure / len(moment.weights)
+        return np.where((moment.weights == 0) | moment.waiting, wanted, HOLD)
 
 
 @dataclass(frozen=True)
 class MovingAverageCross:
-    """Long an asset while its fast average is above the slow one, else short (or flat without shorts)."""
+    """Long an asset while its fast average is above the slow one, else short (or flat without shorts).
+
+    An order that volume cuts is asked for again at every bar until it is filled.
+    """
 
     fast: int = 24
     slow: int = 168
@@ -90,7 +102,8 @@ class MovingAverageCross:
         other = -1.0 if self.allow_short else 0.0
         wanted = np.where(above, 1.0, other) * self.exposure / len(moment.weights)
         # Trades on a change of side only, not to undo the drift of the weights.
-        return np.where(np.sign(wanted) == np.sign(moment.weights), HOLD, wanted)
+        there = (np.sign(wanted) == np.sign(moment.weights)) & ~moment.waiting
+        return np.where(there, HOLD, wanted)
 
 
 @dataclass(frozen=True)

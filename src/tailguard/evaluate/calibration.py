@@ -7,7 +7,8 @@ the number of bars they span, and the test counts such neighbours for what they 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, get_args
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from tailguard.errors import ConfigError
 from tailguard.evaluate.bootstrap import RESAMPLES, Interval, cvar_statistic, interval
 from tailguard.evaluate.metrics import horizon_drawdowns, horizon_returns
+from tailguard.evaluate.volatility import tail_deviations
 from tailguard.validate import check_choice, check_count, check_range
 
 Float = NDArray[np.float64]
@@ -166,6 +168,34 @@ class RiskBudget:
     """What the mean of the worst windows is taken of."""
 
 
+def tail_interval(
+    equity: Float,
+    generator: np.random.Generator,
+    *,
+    alpha: float = 0.05,
+    horizon: int = 1,
+    outcome: Outcome = "return",
+    level: float = 0.95,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """CVaR of all windows of `horizon` bars of an equity curve [T + 1], and its interval.
+
+    The wider of two at each end: that of the bootstrap, and what records with volatility as persistent as this one's
+    show in simulation (`volatility.tail_deviations`). Falls from a high scale with volatility as losses do, so the
+    simulated losses stand for both outcomes.
+    """
+    outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
+    found = interval(outcomes, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
+    deviations = tail_deviations(horizon_returns(equity, 1), alpha, horizon, generator)
+    if not found.estimate < 0 or not len(deviations) or math.isnan(found.low):
+        return found
+    below, above = np.quantile(deviations, ((1 - level) / 2, (1 + level) / 2))
+    # An account cannot lose more than all of itself.
+    low = max(found.estimate * math.exp(-float(below)), -1.0)
+    high = found.estimate * math.exp(-float(above))
+    return replace(found, low=min(found.low, low), high=max(found.high, high))
+
+
 def risk_budget(
     equity: Float,
     limit: float,
@@ -190,8 +220,9 @@ def risk_budget(
         raise ConfigError(
             f"horizon: {horizon} bars; {len(equity) - 1:,} bars of equity have too few windows of that length to judge"
         )
-    outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
-    found = interval(outcomes, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
+    found = tail_interval(
+        equity, generator, alpha=alpha, horizon=horizon, outcome=outcome, level=level, resamples=resamples
+    )
     if found.low >= limit:
         verdict = Verdict.KEPT
     elif found.high < limit:

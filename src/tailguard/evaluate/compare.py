@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from tailguard.evaluate.report.collect import prices_of
 from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.verdict import overfitting_in_words
 from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_seeds, overfitting_of
-from tailguard.evaluate.table import growth, p_value, percent, print_rows, with_interval
+from tailguard.evaluate.table import growth_of, p_value, percent, print_rows, tail_cell, with_interval
 from tailguard.evaluate.trained import open_run
 
-HEADINGS = ("run", "test period", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
+HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
 AHEAD = "ahead of first"
 SEED = "training.seed"
 
@@ -48,10 +47,10 @@ class Entry:
         return (
             self.name,
             f"{first.astype('datetime64[D]')} to {last.astype('datetime64[D]')}",
-            growth(figures["growth_per_year"]),
+            growth_of(self.result),
             with_interval(self.sharpe),
             percent(figures["max_drawdown"]),
-            percent(figures.get("cvar_5_week", math.nan)),
+            tail_cell(self.result),
             f"{figures['turnover_per_day']:.2f}",
             "–" if self.ahead is None else p_value(self.ahead.p_value),
         )

@@ -93,6 +93,7 @@ class FunctionDecider:
             weights=np.array(account.weights),
             equity=account.equity,
             bars_per_year=panel.bars_per_year,
+            unfilled=np.array(account.unfilled),
         )
         target = np.asarray(self.policy(moment), dtype=np.float64)
         if target.shape != (panel.assets,):

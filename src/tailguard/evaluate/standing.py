@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -48,6 +48,8 @@ class Standing:
     """The agent's Sharpe ratio less that of each baseline."""
     budgets: Mapping[str, RiskBudget]
     """Did the risk budget hold, for each result; empty where there is none, or too short a record to ask."""
+    notes: tuple[str, ...] = ()
+    """What to know about the results before reading anything into them, in words."""
 
 
 def own_budget(config: RunConfig) -> Budget | None:
@@ -64,10 +66,12 @@ def standing(
     budget: Budget | None = None,
     *,
     seed: int = 0,
+    notes: Sequence[str] = (),
     before_each: Callable[[str], None] = lambda _: None,
 ) -> Standing:
     """Put intervals to results over the same bars.
 
+    `notes`: what to know about the results, as `notes.baseline_notes` gives it.
     `seed`: of the resampling; the same seed gives the same intervals everywhere.
     `before_each`: called with the name of each result, to show progress.
     """
@@ -82,7 +86,7 @@ def standing(
         judged = None if budget is None else judge_budget(result, budget, seed)
         if judged is not None:
             budgets[name] = judged
-    return Standing(results, sharpes, beaten, budgets)
+    return Standing(results, sharpes, beaten, budgets, tuple(notes))
 
 
 def _ahead(first: BacktestResult, second: BacktestResult, seed: int) -> Interval:

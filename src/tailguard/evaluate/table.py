@@ -10,12 +10,18 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from tailguard.evaluate.metrics import horizons
+
 if TYPE_CHECKING:
     from tailguard.evaluate.backtest import BacktestResult
     from tailguard.evaluate.bootstrap import Interval
     from tailguard.evaluate.calibration import RiskBudget
     from tailguard.evaluate.standing import Standing
 
+WHOLE_YEAR = 0.95
+"""Years from which on growth is given for a year; bars lost to warm-up and embargo are forgiven."""
+TOO_SHORT = "too short"
+"""In place of a mean of worst windows that rests on less than one of them."""
 TURNOVER, AHEAD, FALL = "turnover/d", "agent ahead", "max fall"
 """Columns that a narrow terminal does without, in this order. Ahead: by its Sharpe ratio, one-sided."""
 
@@ -34,13 +40,16 @@ def print_standing(standing: Standing, title: str, console: Console) -> None:
         if Measurement.get(console, console.options.update_width(1_000), table).maximum <= console.width:
             break
     console.print(table)
+    for note in standing.notes:
+        console.print(f"note     {note}", soft_wrap=True, markup=False, highlight=False)
 
 
 def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
     """The cells of each column, by its heading and the policy's name."""
     figures = {name: result.metrics for name, result in standing.results.items()}
+    how_long, grown = growth_column(standing.results)
     columns: dict[str, dict[str, str]] = {
-        "growth/yr": {name: growth(each["growth_per_year"]) for name, each in figures.items()},
+        how_long: grown,
         "Sharpe [95 %]": {name: with_interval(found) for name, found in standing.sharpes.items()},
         FALL: {name: percent(each["max_drawdown"]) for name, each in figures.items()},
     }
@@ -55,19 +64,67 @@ def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
     return columns
 
 
+def growth_column(results: Mapping[str, BacktestResult]) -> tuple[str, dict[str, str]]:
+    """Heading and cells of the growth: of a year, or of the whole record where it is shorter.
+
+    What seven good weeks would make in a year is a fantasy, and seven bad ones no better.
+    """
+    years = record_years(next(iter(results.values())))
+    figure, heading = "growth_per_year", "growth/yr"
+    if years < WHOLE_YEAR:
+        days = 365.25 * years
+        figure, heading = "total_return", f"growth/{f'{days:.0f}d' if days < 61 else f'{days / 30.44:.0f}mo'}"
+    return heading, {name: growth(result.metrics[figure]) for name, result in results.items()}
+
+
+def growth_of(result: BacktestResult, short: str = "") -> str:
+    """+12.3 % a year; +1.2 % in 52 days for a record shorter than a year, or with the words `short` in their place."""
+    years = record_years(result)
+    if years < WHOLE_YEAR:
+        return f"{growth(result.metrics['total_return'])} {short or f'in {years_in_words(years)}'}"
+    return f"{growth(result.metrics['growth_per_year'])} a year"
+
+
+def record_years(result: BacktestResult) -> float:
+    """Length of a record in years of traded bars."""
+    return len(result.net) / result.bars_per_year
+
+
+def years_in_words(value: float) -> str:
+    """52 days, 7 months, 2.5 years."""
+    if value < 2 / 12:
+        days = round(365.25 * value)
+        return f"{days} day{'s' * (days != 1)}"
+    if value < 2:
+        return f"{round(12 * value)} months"
+    return f"{value:.1f} years" if value < 10 else f"{value:.0f} years"
+
+
 def tail_column(results: Mapping[str, BacktestResult], budgets: Mapping[str, RiskBudget]) -> tuple[str, dict[str, str]]:
     """Heading and cells of the mean of the worst windows: the budget's, or of the worst 5 % of weeks without one.
 
-    Of the worst 5 % of bars where the record has no week.
+    Of the worst 5 % of bars where the record has no week. A mean that rests on less than one of the worst windows,
+    counted without overlap, is not shown.
     """
     own = next(iter(results.values()))
     if budgets:
         first = next(iter(budgets.values()))
         what = "CVaR" if first.outcome == "return" else "fall"
         heading = f"{what} {100 * first.alpha:g} %/{short_window(first.horizon, own.bars_per_year)}"
-        return heading, {name: percent(found.cvar.estimate) for name, found in budgets.items()}
+        return heading, {
+            name: percent(found.cvar.estimate) if found.tail_windows >= 1 else TOO_SHORT
+            for name, found in budgets.items()
+        }
     span, unit = ("week", "wk") if "cvar_5_week" in own.metrics else ("bar", "bar")
-    return f"CVaR 5 %/{unit}", {name: percent(result.metrics[f"cvar_5_{span}"]) for name, result in results.items()}
+    return f"CVaR 5 %/{unit}", {name: tail_cell(result, span) for name, result in results.items()}
+
+
+def tail_cell(result: BacktestResult, span: str = "week") -> str:
+    """Mean of the worst 5 % of weeks, days or bars; – where the record has none of them."""
+    figure = result.metrics.get(f"cvar_5_{span}", math.nan)
+    if math.isnan(figure):
+        return percent(figure)
+    return percent(figure) if 0.05 * len(result.net) / horizons(result.bars_per_year)[span] >= 1 else TOO_SHORT
 
 
 def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:

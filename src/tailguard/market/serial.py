@@ -25,6 +25,8 @@ class SerialAccount:
         self.row = row
         self.equity = 1.0
         self.weights: list[float] = [0.0] * market.assets
+        self.unfilled: list[float] = [0.0] * market.assets
+        """What the last bar's volume left of each order, as a share of the equity before it."""
         self._market = market
         self._bars = market.table.permute(1, 0, 2).double().contiguous().numpy()
         rates = market.rates
@@ -43,7 +45,7 @@ class SerialAccount:
         opened = gap_pnl + 1.0
         room = max(equity, self._tiny)
         turnover = impact = gain_sum = funding = at_risk = long = short = 0.0
-        values = []
+        values, unfilled = [], [0.0] * len(weights)
         for asset, weight in enumerate(weights):
             position = weight + weight * gap[asset]
             if target[asset] == target[asset]:
@@ -51,7 +53,9 @@ class SerialAccount:
                 traded = min(abs(wanted), capacity[asset] / room)
                 turnover += traded
                 impact += traded * coefficient[asset] * math.sqrt(traded * equity)
-                position += math.copysign(traded, wanted)
+                order = math.copysign(traded, wanted)
+                unfilled[asset] = wanted - order
+                position += order
             gain = position * move[asset]
             value = position + gain
             gain_sum += gain
@@ -63,6 +67,7 @@ class SerialAccount:
                 short -= position
             values.append(value)
         trading_cost = self._fee * turnover + self._half_spread * turnover + impact
+        self.unfilled = unfilled
         filled = opened - trading_cost
         if filled - at_risk - self._maintenance_margin * turnover <= self._slack:
             return self._exact_step(target)

@@ -18,9 +18,10 @@ from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.report.verdict import budget_in_words, window_in_words
+from tailguard.evaluate.notes import baseline_notes
+from tailguard.evaluate.report.verdict import budget_in_words, ratio_against, window_in_words
 from tailguard.evaluate.standing import Standing, own_budget, standing
-from tailguard.evaluate.table import growth, p_value, print_standing
+from tailguard.evaluate.table import growth_of, print_standing
 from tailguard.evaluate.trained import (
     AGENT,
     OPTIMUM,
@@ -113,7 +114,9 @@ def train(
                 status.update(f"test     {name}")
 
             results = beside_baselines(trained, trained.part("test"), before_each=show)
-            result = RunResult(folder, agent, standing(results, own_budget(config), before_each=show))
+            notes = baseline_notes(results, trained.part("test"), config.market)
+            found = standing(results, own_budget(config), notes=notes, before_each=show)
+            result = RunResult(folder, agent, found)
         note = _write_down(trained, result)
     console.print()
     print_standing(result.standing, "test, net of costs", console)
@@ -179,18 +182,16 @@ def _write_down(run: TrainedRun, result: RunResult) -> str:
 
 def verdict(result: RunResult) -> str:
     """The outcome in words, also when it is a bad one."""
-    agent = result.results[AGENT].metrics
-    held = result.results["buy & hold"].metrics
-    better = agent["growth_per_year"] > held["growth_per_year"]
-    won = agent["growth_per_year"] > 0
-    ahead = result.standing.beaten["buy & hold"].p_value
-    by_chance = "" if math.isnan(ahead) else f"; by its Sharpe ratio ahead of it with {p_value(ahead)}"
+    agent, held = result.results[AGENT], result.results["buy & hold"]
+    won, better = agent.equity[-1] > 1, agent.equity[-1] > held.equity[-1]
+    difference = result.standing.beaten["buy & hold"]
+    ratio = "" if math.isnan(difference.p_value) else f". {ratio_against(difference, 'buy & hold')}"
     words = (
-        f"out of sample the agent {'grew' if won else 'lost'}: {growth(agent['growth_per_year'])} a year net of costs, "
-        f"{'better' if better else 'worse'} than buy & hold ({growth(held['growth_per_year'])}){by_chance}"
+        f"out of sample the agent {'grew' if won else 'lost'}: {growth_of(agent)} net of costs, "
+        f"{'better' if better else 'worse'} than buy & hold ({growth_of(held)}){ratio}"
     )
     if not math.isnan(result.captured):
-        words += f"; that is {100 * result.captured:.0f} % of the log-growth of the planted optimum on these bars"
+        words += f". It made {100 * result.captured:.0f} % of the log-growth of the planted optimum on these bars"
     if not won:
         words += ". It lost money: do not trade it"
     return words + "."

@@ -21,6 +21,7 @@ from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.calibration import Calibration, RiskBudget, calibration
+from tailguard.evaluate.notes import baseline_notes
 from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
@@ -77,6 +78,8 @@ class Evidence:
     trials: TrialCount
     """How many trainings the run was chosen from, and how that is known."""
     timing: TimingTest
+    notes: tuple[str, ...]
+    """What to know about the baselines: funding that was assumed, orders that volume cut."""
     validation: BacktestResult
     """The agent on the validation part, which chose the checkpoint."""
     calibration: Calibration | None
@@ -143,7 +146,8 @@ def collect(
     panel = test.panel("portfolio")
     if known is None:
         results = beside_baselines(run, test, before_each=before_each)
-        known = standing(results, budget or own_budget(run.config), seed=seed, before_each=before_each)
+        notes = baseline_notes(results, test, run.config.market)
+        known = standing(results, budget or own_budget(run.config), seed=seed, notes=notes, before_each=before_each)
     own = known.results[AGENT]
     before_each("validation")
     validation = backtest(run.agent, run.split.validation, progress_bar=False)
@@ -170,6 +174,7 @@ def collect(
         skill=sharpe_evidence(own.net, own.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes),
         trials=tried,
         timing=timing_test(own, panel),
+        notes=known.notes,
         validation=validation,
         calibration=foreseen,
         stress=tuple(stress),

@@ -17,11 +17,11 @@ from tailguard.evaluate.report.style import GREY, times
 from tailguard.evaluate.report.verdict import budget_in_words, overfitting_in_words, probability
 from tailguard.evaluate.significance import sharpe_evidence
 from tailguard.evaluate.standing import judge_budget
-from tailguard.evaluate.table import growth, percent, print_rows, with_interval
+from tailguard.evaluate.table import growth_of, percent, print_rows, with_interval
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"
-ACCOUNT_HEADINGS = ("all tests", "growth/yr", "Sharpe [95 % interval]", "deepest fall", "costs/yr", "budget")
+ACCOUNT_HEADINGS = ("all tests", "growth", "Sharpe [95 % interval]", "deepest fall", "costs/yr", "budget")
 FOLD_HEADINGS = ("fold", "test period", "agent", "worst seed", "best seed", HOLD)
 
 
@@ -43,7 +43,7 @@ def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
         rows.append(
             (
                 name,
-                growth(result.metrics["growth_per_year"]),
+                growth_of(result),
                 with_interval(ratio),
                 percent(result.metrics["max_drawdown"]),
                 percent(costs_per_year(result), sign=False),

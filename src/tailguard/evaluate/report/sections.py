@@ -14,7 +14,7 @@ from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
-from tailguard.evaluate.table import growth, number, p_value, percent, tail_column, with_interval
+from tailguard.evaluate.table import growth_column, growth_of, number, p_value, percent, tail_column, with_interval
 
 SECTIONS = {
     "equity": "Did it grow?",
@@ -79,6 +79,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
         "Equity on the test period, net of all costs, and how far below its high it was. The agent never saw these "
         "bars. Click a name to hide or show a line.",
     )
+    how_long, grown = growth_column(evidence.results)
     heading, tails = tail_column(evidence.results, evidence.budgets)
     rows = []
     for name, result in evidence.results.items():
@@ -87,7 +88,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
         rows.append(
             (
                 name,
-                growth(figures["growth_per_year"]),
+                grown[name],
                 with_interval(evidence.sharpes[name]),
                 percent(figures["max_drawdown"]),
                 tails.get(name, "–"),
@@ -98,7 +99,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
                 "–" if difference is None else p_value(difference.p_value),
             )
         )
-    headings = ["policy", "growth/yr", "Sharpe [95 % interval]", "deepest fall", heading]
+    headings = ["policy", how_long, "Sharpe [95 % interval]", "deepest fall", heading]
     headings += [*(["budget"] if evidence.budgets else []), "volatility/yr", "turnover/day", "costs/yr", "agent ahead"]
     page.table(
         headings,
@@ -112,6 +113,8 @@ def _growth(page: Page, evidence: Evidence) -> None:
         f"times, {share(evidence.timing.p_value)} would have paid as much.",
         "soft",
     )
+    for note in evidence.notes:
+        page.paragraph(f"{note[0].upper()}{note[1:]}.", "soft")
     page.paragraph(trials_in_words(evidence), "soft")
     _months(page, evidence)
     _seen_and_unseen(page, evidence)
@@ -149,7 +152,7 @@ def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
         (
             name,
             period,
-            growth(result.metrics["growth_per_year"]),
+            growth_of(result),
             number(result.metrics["sharpe"]),
             percent(result.metrics["max_drawdown"]),
         )
@@ -159,7 +162,7 @@ def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
         )
     ]
     page.table(
-        ("part", "period", "growth/yr", "Sharpe", "deepest fall"),
+        ("part", "period", "growth", "Sharpe", "deepest fall"),
         rows,
         own="test",
         caption="The agent where checkpoints were scored, and where nothing was chosen.",
@@ -247,7 +250,7 @@ def _stress(page: Page, evidence: Evidence) -> None:
     rows = [
         (
             scenario.name,
-            growth(scenario.result.metrics["growth_per_year"]),
+            growth_of(scenario.result),
             number(scenario.result.metrics["sharpe"]),
             percent(scenario.result.metrics["max_drawdown"]),
             percent(costs_per_year(scenario.result), sign=False),
@@ -256,7 +259,7 @@ def _stress(page: Page, evidence: Evidence) -> None:
         for scenario in evidence.stress
     ]
     page.table(
-        ("stress", "growth/yr", "Sharpe", "deepest fall", "costs/yr", "turnover/day"),
+        ("stress", "growth", "Sharpe", "deepest fall", "costs/yr", "turnover/day"),
         rows,
         own=evidence.stress[1].name,
         caption="Noise is in standard deviations of each feature, one draw.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tailguard.evaluate.table import growth, p_value, percent, whole_units
+from tailguard.evaluate.table import growth_of, number, p_value, percent, whole_units, years_in_words
 
 if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from tailguard.evaluate.significance import Overfitting
 
 CONFIDENCE = 0.95
-WHOLE_YEAR = 0.95
-"""Years from which on growth is given for a year; bars lost to warm-up and embargo are forgiven."""
 
 
 class Judgement(StrEnum):
@@ -74,17 +72,14 @@ def verdict(evidence: Evidence) -> Verdict:
 
 
 def _outcome(evidence: Evidence) -> str:
-    agent, held = evidence.agent.metrics, evidence.results["buy & hold"].metrics
+    agent, held = evidence.agent, evidence.results["buy & hold"]
     if not evidence.agent.turnover.any():
         return "The agent never traded in the test period, so there is nothing to judge."
     ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
-    # Less than a year is not blown up to one: what three good months would make in a year is a fantasy.
-    whole = evidence.skill.years >= WHOLE_YEAR
-    figure, span = ("growth_per_year", "a year") if whole else ("total_return", "in all")
     return (
-        f"Over {_years(evidence.skill.years)} it never saw, the agent made {growth(agent[figure])} {span} net of "
-        f"costs, with a deepest fall of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
-        f"{growth(held[figure])} with {percent(-held['max_drawdown'], sign=False)}.{ruin}"
+        f"Over {years_in_words(evidence.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
+        f"costs, with a deepest fall of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
+        f"{growth_of(held, 'in all')} with {percent(-held.metrics['max_drawdown'], sign=False)}.{ruin}"
     )
 
 
@@ -112,16 +107,27 @@ def _luck(evidence: Evidence, judgement: Judgement) -> str:
 def _needed(needed: float, years: float) -> str:
     if needed <= years:
         return ""
-    return f" A ratio like this takes {_years(needed)} to tell from zero; there are {_years(years)}."
+    return f" A ratio like this takes {years_in_words(needed)} to tell from zero; there are {years_in_words(years)}."
 
 
 def _against_holding(evidence: Evidence) -> list[str]:
     difference = evidence.beaten["buy & hold"]
-    if not math.isfinite(difference.p_value):
-        return []
-    beats = difference.p_value <= 1 - CONFIDENCE
-    words = "beats buy & hold" if beats else "does not clearly beat buy & hold"
-    return [f"By its Sharpe ratio it {words} ({p_value(difference.p_value)})."]
+    return [] if math.isnan(difference.p_value) else [f"{ratio_against(difference, 'buy & hold')}."]
+
+
+def ratio_against(difference: Interval, other: str) -> str:
+    """The agent's Sharpe ratio less that of another policy, on which side it is, and whether chance explains it.
+
+    The p-value is that of the side on which it is, one-sided.
+    """
+    ahead = difference.estimate > 0
+    # Of the resamples, those that speak against being behind are the ones that do not speak against being ahead.
+    chance = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
+    side = "above" if ahead else "below"
+    words = f"Its Sharpe ratio is {number(abs(difference.estimate))} {side} that of {other}"
+    if chance <= 1 - CONFIDENCE:
+        return f"{words} ({p_value(chance)})"
+    return f"{words}, which chance explains well enough ({p_value(chance)})"
 
 
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
@@ -135,7 +141,8 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
         "broken": "the risk budget was broken",
         "undecided": "the record cannot decide whether the budget holds",
     }
-    return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}."
+    few = "" if budget.tail_windows >= 1 else f" That rests on {budget.tail_windows:.1f} worst windows."
+    return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}.{few}"
 
 
 def overfitting_in_words(found: Overfitting, what: str) -> str:
@@ -188,15 +195,6 @@ def share(value: float) -> str:
 def probability(value: float) -> str:
     """A probability in percent; never quite certain."""
     return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
-
-
-def _years(value: float) -> str:
-    if value < 2 / 12:
-        days = round(365.25 * value)
-        return f"{days} day{'s' * (days != 1)}"
-    if value < 2:
-        return f"{round(12 * value)} months"
-    return f"{value:.1f} years" if value < 10 else f"{value:.0f} years"
 
 
 def _list(names: list[str]) -> str:

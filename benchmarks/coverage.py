@@ -1,0 +1,146 @@
+"""How often the verdicts are wrong where the truth is known: the risk budget, and the test of timing.
+
+    python benchmarks/coverage.py                     # about ten minutes on one core
+    python benchmarks/coverage.py --samples 60        # coarse
+    python benchmarks/coverage.py --only timing
+
+Budget: log-volatility is an AR(1) process, the limit is the true CVaR, and "kept" is false, whatever comes. Its nominal
+rate is 2.5 %: half of what a 95 % interval leaves out. "bootstrap" is the rate with the bootstrap's interval alone.
+Power is the rate of "kept" where the limit allows twice the true CVaR. Timing: positions without skill, at p ≤ 0.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import signal
+
+from tailguard.data.panel import Panel
+from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.bootstrap import cvar_statistic, interval
+from tailguard.evaluate.calibration import Verdict, risk_budget
+from tailguard.evaluate.metrics import cvar, horizon_returns
+from tailguard.evaluate.timing import timing_test
+from tailguard.market.simulator import COST_KINDS
+
+Float = NDArray[np.float64]
+
+ALPHA = 0.05
+MEMORIES = (0.0, 0.98, 0.99, 0.995)
+LENGTHS = (1_260, 4_320, 8_640)
+RESAMPLES = 300
+BARS_PER_YEAR = 8_766.0
+
+
+def volatile_returns(
+    draw: np.random.Generator, rows: int, count: int, memory: float, deviation: float, scale: float = 0.002
+) -> Float:
+    """Normal returns whose log-volatility is AR(1) with this coefficient and deviation, [rows, count]; 0: none."""
+    shocks = scale * draw.normal(size=(rows, count))
+    if memory == 0:
+        return shocks
+    noise = draw.normal(0, deviation * math.sqrt(1 - memory**2), (rows, count))
+    noise[:, 0] = draw.normal(0, deviation, rows)
+    return np.asarray(np.exp(signal.lfilter([1.0], [1.0, -memory], noise, axis=1)) * shocks)
+
+
+def equity_of(returns: Float) -> Float:
+    return np.concatenate([[1.0], np.cumprod(1 + returns)])
+
+
+def true_cvar(memory: float, deviation: float, horizon: int) -> float:
+    """Of windows of this many bars, from six million bars."""
+    paths = volatile_returns(np.random.default_rng(99), 1_000, 6_000, memory, deviation)
+    return cvar(np.concatenate([horizon_returns(equity_of(path), horizon) for path in paths]), ALPHA)
+
+
+def budget_rates(memory: float, count: int, deviation: float, horizon: int, samples: int, seed: int = 1) -> Float:
+    """Rates of: false kept by the bootstrap alone; false kept; false broken; kept at twice the true CVaR."""
+    truth = true_cvar(memory, deviation, horizon)
+    verdicts = np.zeros(4)
+    for number, returns in enumerate(volatile_returns(np.random.default_rng(seed), samples, count, memory, deviation)):
+        equity = equity_of(returns)
+        alone = interval(
+            horizon_returns(equity, horizon),
+            cvar_statistic(ALPHA),
+            np.random.default_rng(number),
+            resamples=RESAMPLES,
+            overlap=horizon,
+        )
+        judged = risk_budget(
+            equity, truth, np.random.default_rng(number), alpha=ALPHA, horizon=horizon, resamples=RESAMPLES
+        )
+        verdicts += (
+            alone.low >= truth,
+            judged.verdict == Verdict.KEPT,
+            judged.verdict == Verdict.BROKEN,
+            judged.cvar.low >= 2 * truth,
+        )
+    return verdicts / samples
+
+
+def blind_positions(draw: np.random.Generator, count: int, length: int) -> Float:
+    """Positions that stay for a geometric time of this mean and know nothing, [count]."""
+    begins = np.where(draw.random(count) < 1 / length, np.arange(count), 0)
+    return np.asarray(draw.uniform(-1, 1, count)[np.maximum.accumulate(begins)])
+
+
+def timing_rate(length: int, memory: float, count: int, samples: int, seed: int = 3) -> float:
+    """Share of positions without skill whose p-value is at most 0.05."""
+    draw, time = np.random.default_rng(seed), np.arange(count + 1, dtype=np.int64) * 3_600_000
+    passed = 0
+    for returns in volatile_returns(draw, samples, count + 1, memory, 0.5):
+        close = np.exp(np.cumsum(returns))[:, None]
+        opens = np.vstack([[[1.0]], close[:-1]])
+        panel = Panel(
+            symbols=("X",), frequency_ms=3_600_000, time=time, open=opens, high=close, low=close, close=close,
+            volume=np.ones_like(close), segment=np.zeros(count + 1, np.int32), tradeable=np.ones(count + 1, bool),
+        )  # fmt: skip
+        held = blind_positions(draw, count, length)[:, None]
+        nothing = np.zeros(count)
+        result = BacktestResult(
+            time=time[1:], equity=np.ones(count + 1), targets=held, weights=held, net=nothing, pnl=nothing,
+            costs=dict.fromkeys(COST_KINDS, nothing), turnover=nothing, unfilled=nothing,
+            shielded=np.zeros(count, bool), liquidated=False, bars_per_year=BARS_PER_YEAR, symbols=("X",),
+        )  # fmt: skip
+        passed += timing_test(result, panel).p_value <= 0.05
+    return passed / samples
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--deviations", type=float, nargs="+", default=[0.3, 0.5], help="Of log-volatility.")
+    parser.add_argument("--horizons", type=int, nargs="+", default=[1], help="Bars of a window.")
+    parser.add_argument("--only", choices=("budget", "timing"))
+    options = parser.parse_args()
+    if options.only != "timing":
+        print(f"{'deviation':>9} {'window':>6} {'AR':>6} {'bars':>6} {'bootstrap':>10} {'kept':>6} {'broken':>7} power")
+        cases = [
+            (deviation, horizon, memory, count)
+            for deviation in options.deviations
+            for horizon in options.horizons
+            for memory in MEMORIES
+            for count in LENGTHS
+            if memory or deviation == options.deviations[0]  # without memory the deviation is nothing
+        ]
+        for deviation, horizon, memory, count in cases:
+            rates = budget_rates(memory, count, deviation, horizon, options.samples)
+            alone, kept, broken, power = (f"{100 * rate:.1f} %" for rate in rates)
+            print(
+                f"{deviation:9} {horizon:6} {memory:6} {count:6,} {alone:>10} {kept:>6} {broken:>7} {power}", flush=True
+            )
+    if options.only != "budget":
+        print(f"\n{'regime':>6} {'AR':>6} {'bars':>6}  p <= 0.05 without skill")
+        for count in (1_260, 8_640):
+            for memory in (0.0, 0.99):
+                for length in (20, 100, 400):
+                    rate = timing_rate(length, memory, count, 5 * options.samples)
+                    print(f"{length:6} {memory:6} {count:6,}  {100 * rate:.1f} %", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What to know about baselines before comparing with them: what they were charged, and what they could not trade."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tailguard.evaluate.table import percent
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+    from tailguard.evaluate.backtest import BacktestResult
+    from tailguard.market import MarketConfig
+
+HELD = "buy & hold"
+CUT_OFTEN = 0.02
+"""Share of bars from which on orders that volume cut are worth a note."""
+
+
+def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
+    """Notes on results over these bars under these costs, in words, without a full stop."""
+    return [*_funding(results, bars, market), *_cut_orders(results, market)]
+
+
+def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
+    observed = market.observed_funding and "funding_rate" in bars.frame.columns
+    paid = results[HELD].metrics["cost_funding_per_year"] if HELD in results else 0.0
+    if observed or not paid > 0:
+        return []
+    why = "their funding rates are not used" if "funding_rate" in bars.frame.columns else "they carry no funding rate"
+    return [
+        f"on these bars {HELD} pays {percent(paid, sign=False)} of equity a year in funding: {why}, so "
+        f"market.funding_rate, {100 * market.funding_rate:g} % per eight hours, is charged. "
+        "For spot set market.funding_rate=0"
+    ]
+
+
+def _cut_orders(results: Mapping[str, BacktestResult], market: MarketConfig) -> list[str]:
+    notes = []
+    for name, result in results.items():
+        cut = float((result.unfilled > 0).mean())
+        if cut >= CUT_OFTEN:
+            reached = np.abs(result.weights).sum(-1)
+            notes.append(
+                f"{name}: volume cut its orders at {percent(cut, sign=False)} of bars (market.participation "
+                f"{market.participation:g}, market.capital {market.capital:,.0f}). It reached an exposure of "
+                f"{reached.max():.2g} of equity at most and {reached.mean():.2g} on average"
+            )
+    return notes

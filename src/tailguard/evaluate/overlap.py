@@ -1,0 +1,131 @@
+"""Bars that an agent has seen in training or validation: what it earns on them says nothing about skill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+
+from tailguard.config import RunConfig
+from tailguard.envs.mapped_market import PreparedMarket
+from tailguard.errors import TailguardError
+from tailguard.evaluate.table import percent
+from tailguard.evaluate.trained import market_of, split_of
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+SAME_NAME, OTHER_NAME = 0.5, 0.98
+"""Correlation of one-bar returns at the same times from which on two series are the same market: of a symbol with the
+same name, which may be quoted elsewhere, and of one with another name, which may be the same under a new one."""
+FEWEST_RETURNS = 20
+"""Returns at the same times below which their correlation says nothing, and the name decides."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a run has seen of the bars it is backtested on."""
+
+    share: float
+    """Of the traded bars, those that were in training or validation."""
+    parts: tuple[str, ...] = ()
+    """Of training and validation, the parts that they were in."""
+    first: datetime | None = None
+    """Open time of the first bar that was seen …"""
+    last: datetime | None = None
+    """… and of the last."""
+    strange: tuple[str, ...] = ()
+    """Symbols that the run was not trained on."""
+    trained: tuple[str, ...] = ()
+    """Symbols that it was trained on."""
+    unknown: str = ""
+    """Why it cannot be told what the run has seen; empty where it can."""
+
+    @property
+    def honest(self) -> bool:
+        """Whether the run is known to have seen none of the bars."""
+        return self.share == 0 and not self.unknown
+
+    def lines(self) -> list[str]:
+        """What has to be said before any figure is believed."""
+        lines = []
+        if self.unknown:
+            lines.append(
+                f"WARNING  whether the agent was trained on these bars cannot be told: {self.unknown}. "
+                "Nothing is said about skill"
+            )
+        if self.share > 0:
+            lines.append(
+                f"WARNING  IN-SAMPLE: {percent(self.share, sign=False)} of these bars, {self.first:%Y-%m-%d %H:%M} to "
+                f"{self.last:%Y-%m-%d %H:%M}, were in the run's {' and '.join(self.parts)} data. "
+                "The figures say nothing about skill. Use later bars"
+            )
+        if self.strange:
+            lines.append(
+                f"WARNING  the agent was trained on {', '.join(self.trained)}, never on {', '.join(self.strange)}"
+            )
+        return lines
+
+
+def overlap_of(bars: Bars, training: Bars, validation: Bars) -> Overlap:
+    """What is known of `bars`, as far as they are traded, from the training and the validation bars.
+
+    A bar was seen where one of the same market was seen at the same time. The market is told by the symbol and by its
+    returns, so that neither a new name nor another source hides it.
+    """
+    traded = _traded(bars)
+    times = []
+    parts = []
+    for name, part in (("training", training), ("validation", validation)):
+        seen = pl.concat([_seen(traded, _traded(part), symbol) for symbol in bars.symbols])
+        if seen.height:
+            parts.append(name)
+        times.append(seen)
+    found = pl.concat(times).unique()
+    first, last = (found["time"].min(), found["time"].max()) if found.height else (None, None)
+    return Overlap(
+        share=found.height / max(traded.height, 1),
+        parts=tuple(parts),
+        first=first if isinstance(first, datetime) else None,
+        last=last if isinstance(last, datetime) else None,
+        strange=tuple(symbol for symbol in bars.symbols if symbol not in training.symbols),
+        trained=training.symbols,
+    )
+
+
+def overlap_with_run(config: RunConfig, bars: Bars) -> Overlap:
+    """What the run with these settings has seen of other bars than its own."""
+    try:
+        split = split_of(config, market_of(config)[0])
+        training = split.bars("train") if isinstance(split, PreparedMarket) else split.train
+        return overlap_of(bars, training, split.validation)
+    except (TailguardError, OSError) as error:
+        source = config.data.path or "its synthetic market"
+        return Overlap(0.0, unknown=f"the run's own bars, {Path(source).name}, cannot be read ({error})")
+
+
+def _traded(bars: Bars) -> pl.DataFrame:
+    """Symbol, time and close of the bars that can be traded."""
+    return bars.frame.filter(pl.col("time") >= bars.start).select("symbol", "time", "close")
+
+
+def _seen(traded: pl.DataFrame, part: pl.DataFrame, symbol: str) -> pl.DataFrame:
+    """The bars of this symbol that the part has, whatever the part calls them."""
+    mine = traded.filter(pl.col("symbol") == symbol)
+    found = [mine.clear().select("symbol", "time")]
+    for name in part["symbol"].unique(maintain_order=True):
+        both = mine.join(part.filter(pl.col("symbol") == name), on="time", how="inner").sort("time")
+        if both.height and _same_market(both, symbol == name):
+            found.append(both.select("symbol", "time"))
+    return pl.concat(found).unique()
+
+
+def _same_market(both: pl.DataFrame, same_name: bool) -> bool:
+    mine, theirs = (np.diff(np.log(both[name].to_numpy())) for name in ("close", "close_right"))
+    if len(mine) < FEWEST_RETURNS or not (mine.std() > 0 and theirs.std() > 0):
+        return same_name
+    return bool(np.corrcoef(mine, theirs)[0, 1] >= (SAME_NAME if same_name else OTHER_NAME))

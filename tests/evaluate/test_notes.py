@@ -1,0 +1,50 @@
+"""Notes on baselines: the funding they were charged, and what volume kept them from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import polars as pl
+import pytest
+
+import tailguard as tg
+from tailguard.evaluate.baselines import BuyAndHold
+from tailguard.evaluate.notes import baseline_notes
+from tailguard.market import MarketConfig
+
+
+def held(bars, market: MarketConfig):
+    return {"buy & hold": tg.backtest(BuyAndHold(), bars, market)}
+
+
+def test_assumed_funding_is_named_with_its_cost_and_the_way_out(bars) -> None:
+    market = MarketConfig()
+    bare = replace(bars, frame=bars.frame.drop("funding_rate", strict=False))
+    results = held(bare, market)
+    (note,) = baseline_notes(results, bare, market)
+    # 0.01 % three times a day on the whole equity: 10.96 % a year.
+    assert results["buy & hold"].metrics["cost_funding_per_year"] == pytest.approx(0.0001 * 3 * 365.25, rel=0.02)
+    assert "buy & hold pays 1" in note
+    assert "0.01 % per eight hours" in note
+    assert "market.funding_rate=0" in note
+    free = replace(market, funding_rate=0.0)
+    assert baseline_notes(held(bare, free), bare, free) == []
+
+
+def test_observed_funding_needs_no_note(bars) -> None:
+    observed = replace(bars, frame=bars.frame.with_columns(funding_rate=pl.lit(0.0001)))
+    assert baseline_notes(held(observed, MarketConfig()), observed, MarketConfig()) == []
+    ignored = MarketConfig(observed_funding=False)
+    assert "their funding rates are not used" in baseline_notes(held(observed, ignored), observed, ignored)[0]
+
+
+def test_the_exposure_that_volume_allowed_is_said(bars) -> None:
+    volume = float((bars.frame["volume"] * bars.frame["open"]).sum())
+    # A tenth of all volume is a fifth of the capital: it asks at every bar and never gets there.
+    market = MarketConfig(capital=0.5 * volume, participation=0.1, funding_rate=0.0, impact=0.0)
+    results = held(bars, market)
+    (note,) = baseline_notes(results, bars, market)
+    assert "buy & hold: volume cut its orders at 100.0 % of bars" in note
+    reached = results["buy & hold"].weights[-1, 0]
+    assert 0.1 < reached < 0.35
+    assert f"exposure of {abs(results['buy & hold'].weights).max():.2g} of equity at most" in note

@@ -1,0 +1,113 @@
+"""The memory of volatility is found, and a budget is not called kept because the record was calm."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import signal
+
+from tailguard.evaluate import volatility
+from tailguard.evaluate.calibration import Verdict, risk_budget
+from tailguard.evaluate.metrics import cvar
+
+
+def persistent(draw: np.random.Generator, rows: int, count: int, memory: float, deviation: float) -> np.ndarray:
+    """Normal returns whose log-volatility is AR(1) with this coefficient, in its own recursion, [rows, count]."""
+    noise = draw.normal(0, deviation * math.sqrt(1 - memory**2), (rows, count))
+    noise[:, 0] = draw.normal(0, deviation, rows)
+    return np.asarray(
+        0.005 * np.exp(signal.lfilter([1.0], [1.0, -memory], noise, axis=1)) * draw.normal(size=(rows, count))
+    )
+
+
+def truth(memory: float, deviation: float) -> float:
+    return cvar(persistent(np.random.default_rng(99), 500, 6_000, memory, deviation).reshape(-1), 0.05)
+
+
+def verdicts(memory: float, count: int, deviation: float, samples: int, factor: float = 1.0) -> list[Verdict]:
+    """With a limit at `factor` times the true CVaR."""
+    limit = factor * truth(memory, deviation)
+    found = []
+    for number, returns in enumerate(persistent(np.random.default_rng(1), samples, count, memory, deviation)):
+        equity = np.concatenate([[1.0], np.cumprod(1 + returns)])
+        found.append(risk_budget(equity, limit, np.random.default_rng(number), resamples=200).verdict)
+    return found
+
+
+def test_memory_and_deviation_of_volatility_are_found() -> None:
+    """Medians of the posterior over 30 records of 8,000 bars, each with φ = 0.99, 99.5 bars, and deviation 0.5."""
+    memories, deviations = [], []
+    for returns in persistent(np.random.default_rng(3), 30, 8_000, 0.99, 0.5):
+        memory, deviation, probability = volatility.memory_posterior(returns)
+        assert probability.sum() == pytest.approx(1)
+        best = np.unravel_index(probability.argmax(), probability.shape)
+        memories.append(memory[best[0]])
+        deviations.append(deviation[best])
+    assert np.median(memories) == pytest.approx(-1 / math.log(0.99), rel=0.25)
+    assert np.median(deviations) == pytest.approx(0.5, rel=0.1)
+
+
+def test_constant_volatility_has_no_deviation() -> None:
+    returns = np.random.default_rng(4).normal(size=8_000)
+    _, deviation, probability = volatility.memory_posterior(returns)
+    assert float((deviation * probability).sum()) < 0.1
+
+
+def test_simulated_log_volatility_has_the_autocorrelation_of_the_process() -> None:
+    """Autocorrelation of log |r| at lag k: s² φ^k / (s² + π²/8)."""
+    returns = volatility.simulated_returns(50.0, 0.8, 40, 20_000, np.random.default_rng(0))
+    logs = np.log(np.abs(returns))
+    logs -= logs.mean()
+    for lag in (1, 20, 100):
+        found = (logs[:, lag:] * logs[:, :-lag]).mean() / (logs**2).mean()
+        assert found == pytest.approx(0.64 * math.exp(-lag / 50) / (0.64 + math.pi**2 / 8), abs=0.02)
+
+
+def test_deviations_without_memory_are_those_of_independent_returns() -> None:
+    """The deviation of log CVaR by direct simulation of independent normal returns."""
+    draw = np.random.default_rng(5)
+    direct = np.log(-np.array([cvar(draw.normal(size=1_000), 0.05) for _ in range(400)])).std()
+    simulated = np.concatenate([volatility._deviations(3.0, 1e-4, 1_000, 0.05, 1, draw) for _ in range(16)])
+    assert simulated.std() == pytest.approx(direct, rel=0.12)
+
+
+def test_a_long_record_follows_the_root_law() -> None:
+    """Simulated shorter and scaled: about the deviation of the whole length."""
+    draw = np.random.default_rng(6)
+    whole = volatility.simulated_returns(20.0, 0.5, 24, 40_000, draw)
+    direct = np.array([math.log(cvar(row, 0.05) / cvar(whole.reshape(-1), 0.05)) for row in whole]).std(ddof=1)
+    short = volatility._deviations(20.0, 0.5, 40_000, 0.05, 1, draw).std(ddof=1)
+    assert short == pytest.approx(direct, rel=0.4)
+
+
+def test_bars_without_a_position_are_left_out() -> None:
+    draw = np.random.default_rng(7)
+    returns = draw.normal(size=2_000)
+    gaps = np.zeros(4_000)
+    gaps[::2] = returns
+    same = [volatility.tail_deviations(each, 0.05, 1, np.random.default_rng(0)) for each in (returns, gaps)]
+    np.testing.assert_array_equal(*same)
+    assert len(volatility.tail_deviations(np.zeros(500), 0.05, 1, draw)) == 0
+
+
+def test_a_calm_record_seldom_passes_for_a_kept_budget() -> None:
+    """Five years of days whose true CVaR is the limit: "kept" is false. 60 samples: 0.05 ± 0.056 at two deviations."""
+    found = verdicts(0.995, 1_260, 0.3, 60)
+    assert np.mean([each == Verdict.KEPT for each in found]) <= 0.1
+    assert np.mean([each == Verdict.BROKEN for each in found]) <= 0.1
+
+
+def test_a_budget_that_is_clearly_kept_is_found_so() -> None:
+    """Half of the limit after half a year of hours; without any memory always."""
+    assert np.mean([each == Verdict.KEPT for each in verdicts(0.98, 4_320, 0.3, 10, factor=2.0)]) >= 0.9
+    assert set(verdicts(0.0, 1_260, 0.0, 10, factor=2.0)) == {Verdict.KEPT}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1_260, 4_320])
+@pytest.mark.parametrize("memory", [0.0, 0.98, 0.99, 0.995])
+def test_false_kept_stays_at_the_level(memory: float, count: int) -> None:
+    found = verdicts(memory, count, 0.3 if memory else 0.0, 300)
+    assert np.mean([each == Verdict.KEPT for each in found]) <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 300)
