@@ -32,9 +32,12 @@ def seed_everything() -> None:
     torch.manual_seed(0)
 
 
+SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""Environment variables that pytest sets for every test, and torch when it is first asked to compile."""
+
+
 def process_settings() -> dict[str, Any]:
     """Settings of the process that a test could leave changed for the tests after it."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     return {
         "torch default dtype": torch.get_default_dtype(),
         "torch default device": torch.get_default_device(),
@@ -44,12 +47,8 @@ def process_settings() -> dict[str, Any]:
         "torch matmul precision": torch.get_float32_matmul_precision(),
         "numpy error handling": np.geterr(),
         "working directory": os.getcwd(),
-        "environment variables": environment,
-        "signal handlers": {
-            number.name: signal.getsignal(number)
-            for number in signal.valid_signals()
-            if isinstance(number, signal.Signals)
-        },
+        **{f"${name}": value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
+        **{f"{number!r}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)},
     }
 
 
@@ -65,8 +64,13 @@ def same_start() -> Iterator[None]:
     seed_everything()
     yield
     after = process_settings()
-    changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
-    assert not changed, f"the test leaves the process changed, before and after: {changed}"
+    changed = [
+        f"{name}: {before.get(name)} → {after.get(name)}"
+        for name in before | after
+        if before.get(name) != after.get(name)
+    ]
+    if changed:
+        pytest.fail(f"the test leaves the process changed: {'; '.join(changed)}")
 
 
 @pytest.fixture(scope="session")
