@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -232,3 +233,28 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 called = ast.unparse(node.func)
                 assert called not in ("torch.load", "yaml.load", "np.load"), f"{path}: {called}"
+
+
+ELSEWHERE = re.compile(
+    r"\b(LEDGER|FINDINGS|DESIGN|MATH|UX|STYLE|BRIEF)\b"  # documents that the repository does not hold
+    r"|\([A-Z]\d{1,2}(, ?[A-Z]\d{1,2})*\)"  # numbers of entries in them
+    r"|/work/"
+)
+
+
+def test_nothing_refers_to_documents_outside_the_repository() -> None:
+    root = SOURCE.parents[1]
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    paths = [
+        path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
+    ]
+    paths += [root / name for name in ("README.md", "Makefile", "pyproject.toml", "mkdocs.yml")]
+    assert len(paths) > 250
+    found = [
+        f"{path.relative_to(root)}:{number}: {match.group()}"
+        for path in paths
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for match in ELSEWHERE.finditer(line)
+    ]
+    assert not found
