@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,8 +33,8 @@ def seed_everything() -> None:
     torch.manual_seed(0)
 
 
-SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""Environment variables that pytest sets for every test, and torch when it is first asked to compile."""
+SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_")
+"""Environment variables that pytest sets for every test, and torch when it first compiles."""
 
 
 def process_settings() -> dict[str, Any]:
@@ -47,7 +48,7 @@ def process_settings() -> dict[str, Any]:
         "torch matmul precision": torch.get_float32_matmul_precision(),
         "numpy error handling": np.geterr(),
         "working directory": os.getcwd(),
-        **{f"${name}": value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
+        **{f"${name}": value for name, value in os.environ.items() if not SET_BY_LIBRARIES.match(name)},
         **{f"{number!r}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)},
     }
 

@@ -18,7 +18,7 @@ from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Moment, Policy
 from tailguard.market import MarketConfig, build_market, open_accounts
-from tailguard.market.simulator import COST_KINDS
+from tailguard.market.costs import COST_KINDS
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tailguard.market.costs import COST_KINDS
 from tailguard.models.critics import QuantileCritic
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ SATURATED = 0.95
 """An LSTM's output this near to ±1 has next to no slope left."""
 FAN = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Levels of the return's distribution that are shown over time."""
-COSTS = ("fee", "spread", "impact", "funding", "borrow", "liquidation")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
 MARKET: Mapping[str, Callable[[Snapshot, Mapping[str, Tensor]], Tensor]] = {
     "data/turnover": lambda found, outcome: found.mean(outcome["turnover"]),
     "data/unfilled": lambda found, outcome: found.mean(outcome["unfilled"]),
-    **{f"data/{kind}": partial(cost_of, kind=kind) for kind in COSTS},
+    **{f"data/{kind}": partial(cost_of, kind=kind) for kind in COST_KINDS},
     "data/nonfinite_costs": lambda found, outcome: found.share(~outcome["finite"]),
     "data/exposure": lambda found, outcome: found.mean(outcome["weights"].abs().sum(-1)),
     "data/shielded": lambda found, outcome: found.share(outcome["shielded"]),
