@@ -181,7 +181,7 @@ def test_trials_come_from_the_record_unless_they_are_given(folder: Path) -> None
 def test_a_limit_on_falls_is_judged_in_words(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shown = run("report", folder, "--out", page, "--limit", "-0.3", "--horizon", "24h", "--outcome", "drawdown")
-    assert "With a limit of -30.0 %, the worst 5 % of days had a deepest fall from their high of -" in shown
+    assert "With a limit of -30.0 %, the worst 5 % of days had a maximum drawdown of -" in shown
     assert "the risk budget was kept" in shown
     assert "deepest fall within days" in page.read_text(encoding="utf-8")
 

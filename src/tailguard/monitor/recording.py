@@ -83,5 +83,5 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TailguardError(
-            f"{name}: {value!r} was recorded as a figure and is not a number; record numbers only"
+            f"{name}: {value!r} was recorded as a metric and is not a number; record numbers only"
         ) from None

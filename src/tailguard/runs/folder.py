@@ -47,9 +47,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         """The settings that the run was begun with."""
         if (self.path / PLAN).is_file():
-            raise ConfigError(
-                f"{self.path}: a walk forward; to go on with it, give the command that began it once more"
-            )
+            raise ConfigError(f"{self.path}: a walk forward; to resume it, repeat the command that started it")
         if not self.holds_a_run():
             raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
         return load_config(self.config_path)

@@ -19,7 +19,7 @@ SECTIONS = {
     "stress": "Would it survive?",
     "behaviour": "What does it do?",
     "training": "How was it trained?",
-    "repeat": "How to repeat it",
+    "repeat": "How to reproduce it",
 }
 MOODS = {
     Judgement.SKILL: "good",
@@ -30,7 +30,7 @@ MOODS = {
     Judgement.RUIN: "bad",
 }
 RESULTS_CAPTION = (
-    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; small p: hardly by chance."
+    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; a small p means hardly by chance."
 )
 SHOWN_ASSETS = 4
 """Assets with a chart of their own."""
@@ -69,7 +69,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
     page.heading("equity", SECTIONS["equity"])
     page.chart(
         charts.equity_chart(evidence.results),
-        "Equity on the test period, net of all costs, and how far below its high it was. The agent never saw these "
+        "Equity on the test period, net of all costs, and its drawdown. The agent never saw these "
         "bars. Click a name to hide or show a line.",
     )
     heading, tails = tail_column(evidence.results, evidence.budgets)
@@ -163,8 +163,8 @@ def _risk(page: Page, evidence: Evidence) -> None:
     windows = window_in_words(horizon, own.bars_per_year)
     page.chart(
         charts.returns_chart(evidence.results, horizon, evidence.budget),
-        f"{'Deepest falls from a high within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the "
-        "best of the worst windows, CVaR their mean.",
+        f"{'Maximum drawdowns within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the threshold "
+        "of the tail, CVaR the mean beyond it.",
     )
     rolling = charts.rolling_chart(evidence.results)
     if rolling is not None:
@@ -188,15 +188,15 @@ def _foreseen(page: Page, evidence: Evidence) -> None:
     if found is None:
         return
     lowest, *_, highest = (100 * float(share_in_bin) for share_in_bin in found.histogram)
-    agree = "agree as well as chance would have it" if found.p_value > 0.05 else "do not agree"
-    page.add("<h3>Did the critics see it coming?</h3>")
+    agree = "agree within chance" if found.p_value > 0.05 else "do not agree"
+    page.add("<h3>Were the predictions calibrated?</h3>")
     page.paragraph(
         f"Predicted and realised returns {agree} ({p_value(found.p_value)}; the outcomes are worth "
         f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions "
         f"held {lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
     )
     page.add('<div class="columns">')
-    page.chart(charts.pit_chart(found), "Where outcomes fell in their predictions: even where those are right.")
+    page.chart(charts.pit_chart(found), "Rank of outcomes in their predictions: flat if those are right.")
     page.chart(charts.coverage_chart(found), "Below the diagonal at the left: losses were expected that did not come.")
     page.add("</div>")
     page.paragraph(
@@ -265,10 +265,10 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
             ("exposure, net", percent(figures["net_exposure"])),
             ("turnover a day, of equity", percent(figures["turnover_per_day"], sign=False)),
             ("unfilled a day, of equity", percent(figures["unfilled_per_day"], sign=False)),
-            ("bars at which the shield held back", percent(figures["shielded"], sign=False)),
+            ("bars at which the shield acted", percent(figures["shielded"], sign=False)),
             ("bars with a gain", percent(figures["hit_rate"], sign=False)),
             ("profit factor", number(figures["profit_factor"])),
-            ("longest time below a high", f"{figures['longest_drawdown_days']:,.0f} days"),
+            ("longest time below a peak", f"{figures['longest_drawdown_days']:,.0f} days"),
         ],
     )
     page.table(
@@ -301,7 +301,7 @@ def _training(page: Page, evidence: Evidence) -> None:
             for alarm in evidence.alarms
         )
     else:
-        page.paragraph("No alarm went off.")
+        page.paragraph("No alarm was raised.")
     page.add('<div class="grid">')
     for title, chart in training_charts(evidence.training, evidence.alarms).items():
         page.chart(chart, "", title)

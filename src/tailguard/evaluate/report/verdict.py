@@ -83,7 +83,7 @@ def _outcome(evidence: Evidence) -> str:
     figure, span = ("growth_per_year", "a year") if whole else ("total_return", "in all")
     return (
         f"Over {_years(evidence.skill.years)} it never saw, the agent made {growth(agent[figure])} {span} net of "
-        f"costs, with a deepest fall of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
+        f"costs, with a maximum drawdown of {percent(-agent['max_drawdown'], sign=False)}; buy & hold made "
         f"{growth(held[figure])} with {percent(-held['max_drawdown'], sign=False)}.{ruin}"
     )
 
@@ -112,7 +112,7 @@ def _luck(evidence: Evidence, judgement: Judgement) -> str:
 def _needed(needed: float, years: float) -> str:
     if needed <= years:
         return ""
-    return f" A ratio like this takes {_years(needed)} to tell from zero; there are {_years(years)}."
+    return f" A ratio like this takes {_years(needed)} to distinguish from zero; there are {_years(years)}."
 
 
 def _against_holding(evidence: Evidence) -> list[str]:
@@ -127,7 +127,7 @@ def _against_holding(evidence: Evidence) -> list[str]:
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
     """The budget, what was realised, and what that says."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
-    did = "made" if budget.outcome == "return" else "had a deepest fall from their high of"
+    did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
     found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
     found += percent(budget.cvar.high)
     ends = {
@@ -167,7 +167,7 @@ def _known_optimum(evidence: Evidence) -> list[str]:
             f"It captures {100 * evidence.captured:.0f} % of the log-growth that the planted signal allows."
         )
     if evidence.synthetic:
-        sentences.append("The market is synthetic: no real one is like it.")
+        sentences.append("The market is synthetic; real markets differ.")
     return sentences
 
 
