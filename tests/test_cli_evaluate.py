@@ -207,7 +207,7 @@ def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=r"runs/walk: a walk forward, which has a page of its own: .*html"):
         run("report", "runs/walk")
     with pytest.raises(
-        ConfigError, match="runs/walk: a walk forward; to go on with it, give the command that began it"
+        ConfigError, match="runs/walk: a walk forward; to resume it, repeat the command that started it"
     ):
         CliRunner().invoke(tailguard_app, ["train", "--resume", "runs/walk"], catch_exceptions=False)
     again = CliRunner().invoke(tailguard_app, command)

@@ -1,4 +1,4 @@
-"""The commands that look at finished runs: `backtest`, `report` and `compare`. They parse, call and print."""
+"""The commands for finished runs: `backtest`, `report` and `compare`. They parse, call and print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's settings: one frozen dataclass a room, read from YAML and overrides. Unknown keys are errors."""
+"""A run's settings: one frozen dataclass per package, read from YAML and overrides. Unknown keys are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Would it survive? The same policy on the same bars, through the same market code, with one thing made worse."""
+"""Stress tests: the same policy on the same bars and market code, with one condition made worse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What it costs to trade and to hold. Amounts are shares of the equity before the step, [N, A] or, summed, [N, 1]."""
+"""Costs of trading and holding. Amounts are shares of the equity before the step, [N, A] or, summed, [N, 1]."""
 
 from __future__ import annotations
 

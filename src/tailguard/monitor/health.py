@@ -1,4 +1,4 @@
-"""Alarms: what goes wrong quietly is said once, in words, with a way out, and counted from then on.
+"""Alarms: silent failures are reported once, with a remedy, and counted from then on.
 
 A rule looks at an iteration's figures, plain numbers by now, and returns a sentence if they are bad. It speaks up
 after so many bad iterations in a row. A new alarm is one entry in `RULES` and one section in docs/alarms.md.

@@ -1,4 +1,4 @@
-"""The figures of an iteration. A new one is one line in one of the tables below.
+"""The metrics of an iteration. A new one is one line in one of the tables below.
 
 Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
 waiting; the learner reads all figures together, once.

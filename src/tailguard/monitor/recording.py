@@ -1,4 +1,4 @@
-"""What all writers share: which figures and alarms are new, and when to write them."""
+"""The base of all writers: which metrics and alarms are new, and when to write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the optimisers' extras."""
+"""Settings of UPGD and variance gradient scaling."""
 
 from __future__ import annotations
 

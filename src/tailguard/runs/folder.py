@@ -1,4 +1,4 @@
-"""A run's folder: who may write in it, what it was begun with, and figures that end where its checkpoint does."""
+"""A run's folder: its lock, its settings, and metrics that end where its checkpoint does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a report, in the order in which a sceptic thinks."""
+"""The sections of a report, in the order of a sceptical reader's questions."""
 
 from __future__ import annotations
 

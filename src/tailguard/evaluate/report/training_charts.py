@@ -1,4 +1,4 @@
-"""Small charts of how an agent was trained, one for each figure that matters, with its alarms."""
+"""Small charts of the training, one for each main metric, with alarms."""
 
 from __future__ import annotations
 
