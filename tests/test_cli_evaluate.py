@@ -183,7 +183,7 @@ def test_a_limit_on_falls_is_judged_in_words(folder: Path, tmp_path: Path) -> No
     shown = run("report", folder, "--out", page, "--limit", "-0.3", "--horizon", "24h", "--outcome", "drawdown")
     assert "With a limit of -30.0 %, the worst 5 % of days had a maximum drawdown of -" in shown
     assert "the risk budget was kept" in shown
-    assert "deepest fall within days" in page.read_text(encoding="utf-8")
+    assert "maximum drawdown within days" in page.read_text(encoding="utf-8")
 
 
 def test_a_report_without_a_browser_says_what_is_missing(

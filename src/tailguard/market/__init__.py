@@ -1,4 +1,4 @@
-"""Market simulator: target weights in, equity net of all costs out. Batched over environments and assets, on any device."""
+"""Market simulator: target weights in, net equity out. Batched over environments and assets, on any device."""
 
 from tailguard.market.config import MarketConfig
 from tailguard.market.simulator import Transition, step

@@ -144,7 +144,7 @@ def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
         ("part", "period", "growth/yr", "Sharpe", "deepest fall"),
         rows,
         own="test",
-        caption="The agent where checkpoints were scored, and where nothing was chosen.",
+        caption="The agent on the validation part, where checkpoints were scored, and on the test part.",
     )
 
 
@@ -154,7 +154,7 @@ def _risk(page: Page, evidence: Evidence) -> None:
     if evidence.budget is not None:
         page.paragraph(budget_in_words(evidence.budget, own.bars_per_year))
         page.paragraph(
-            f"That rests on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
+            f"This is based on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
         )
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
