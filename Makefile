@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-slow lint types format bench docs clean
+.PHONY: demo test test-random test-slow lint types format bench docs clean
 
 demo: $(STAMP)
 	$(BIN)/tailguard demo
@@ -11,6 +11,10 @@ demo: $(STAMP)
 # One thread each: two workers with two threads on two cores would mostly wait for each other.
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+# In another order each time, printed as "random seed"; `make test-random SEED=7` repeats one.
+test-random: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" -p randomly --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED))
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -1,11 +1,18 @@
-"""Small markets that many tests share."""
+"""The same start for every test, and small markets that many tests share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import random
+import re
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
+import torch
 
 from tailguard.data.bars import Bars
 from tailguard.data.panel import Panel
@@ -14,6 +21,57 @@ from tailguard.data.scaling import Scaler
 from tailguard.data.synthetic import make_market
 
 PanelMaker = Callable[..., Panel]
+
+# Hypothesis draws the same examples in every run, and no slow machine fails a test by its deadline.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+def seed_everything() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+
+
+SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_")
+"""Environment variables that pytest sets for every test, and torch when it first compiles."""
+
+
+def process_settings() -> dict[str, Any]:
+    """Settings of the process that a test could leave changed for the tests after it."""
+    return {
+        "torch default dtype": torch.get_default_dtype(),
+        "torch default device": torch.get_default_device(),
+        "torch threads": torch.get_num_threads(),
+        "torch grad mode": torch.is_grad_enabled(),
+        "torch deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "torch matmul precision": torch.get_float32_matmul_precision(),
+        "numpy error handling": np.geterr(),
+        "working directory": os.getcwd(),
+        **{f"${name}": value for name, value in os.environ.items() if not SET_BY_LIBRARIES.match(name)},
+        **{f"{number!r}": signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)},
+    }
+
+
+def pytest_runtest_setup() -> None:
+    """Fixtures of a module or of the session are set up before any fixture of a test: seed for them, too."""
+    seed_everything()
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Every test draws from the same seeds, whatever ran before it, and leaves the process as it was."""
+    before = process_settings()
+    seed_everything()
+    yield
+    after = process_settings()
+    changed = [
+        f"{name}: {before.get(name)} → {after.get(name)}"
+        for name in before | after
+        if before.get(name) != after.get(name)
+    ]
+    if changed:
+        pytest.fail(f"the test leaves the process changed: {'; '.join(changed)}")
 
 
 @pytest.fixture(scope="session")

@@ -3,27 +3,82 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
-ROOMS = ("data", "market", "envs", "models", "returns", "risk", "optim", "algorithm", "monitor", "evaluate", "runs")
-"""Data flows this way: a room imports rooms that stand before it. See `ALLOWED` for the exceptions."""
-ALLOWED = {
-    ("algorithm", "monitor"),  # the learner drives its own progress line and episode figures
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("_version", "errors", "flags", "shuffle", "validate", "memory", "sealed"),
+    ("data",),
+    ("market",),
+    ("envs",),
+    ("models",),
+    ("returns",),
+    ("risk",),
+    ("optim",),
+    # Writers of metrics are callbacks, and a learner that is asked to be verbose makes some by itself.
+    ("algorithm.callbacks",),
+    ("monitor",),
+    ("algorithm",),
+    ("config",),
+    ("evaluate",),
+    ("runs",),
+    ("bench",),
+    ("cli_bench", "cli_evaluate"),
+    ("cli",),
+    ("__init__",),
+)
+"""Data flows this way: a module imports its own layer and the layers above this line. A name covers its submodules."""
+CORE = ("market", "envs", "models", "returns", "risk", "optim", "algorithm")
+EDGES = {
+    "envs.gym": "gymnasium",
+    "envs.gym_spaces": "gymnasium",
+    "envs.gym_trading": "gymnasium",
+    "envs.sb3_vec_env": "gymnasium",
+    "models.recurrence_kernels": "triton",
+    "algorithm.saving": "safetensors",
 }
+"""Modules of the numeric core that adapt another library, and that library. The core runs without them."""
 
-CORE_ON_ITS_OWN = """
+ONLY_TORCH_AND_NUMPY = """
+import importlib
 import sys
 
-for name in ("polars", "gymnasium", "pydantic", "typer", "rich", "yaml", "ccxt", "pandas", "scipy", "safetensors"):
-    sys.modules[name] = None  # importing it fails, as where it is not installed
+import numpy
+import torch._dynamo  # torch imports it, and what it needs, when an optimiser is first made
 
+ALLOWED = {"tailguard", *sys.stdlib_module_names, *(name.partition(".")[0] for name in sys.modules)}
+
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in ALLOWED:
+            raise ImportError(f"{name} is not torch or numpy", name=name)
+
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+IMPORT_THE_CORE = (
+    ONLY_TORCH_AND_NUMPY
+    + """
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(f"tailguard.{module}")
+    except ImportError as error:
+        print(module, error.name)
+"""
+)
+
+TRAIN_ON_THE_CORE = (
+    ONLY_TORCH_AND_NUMPY
+    + """
 import numpy as np
-import torch
 import tailguard as tg
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
@@ -45,32 +100,129 @@ agent.learn(64)
 assert agent.num_timesteps == 64
 print("learned", agent.metrics["train/loss"])
 """
+)
+
+
+def test_the_numeric_core_imports_only_torch_and_numpy() -> None:
+    """With every other library refused, each module of the core imports but for the adapters of a named library."""
+    modules = [name for name in module_names() if name.split(".")[0] in CORE]
+    assert len(modules) > 40
+    command = [sys.executable, "-c", IMPORT_THE_CORE, *modules]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert dict(line.split() for line in run.stdout.splitlines()) == EDGES
 
 
 def test_the_numeric_core_trains_with_torch_and_numpy_alone() -> None:
     """As on a GPU machine that has nothing else: market, environment and learner, without any edge library."""
-    run = subprocess.run([sys.executable, "-c", CORE_ON_ITS_OWN], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", TRAIN_ON_THE_CORE], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("learned")
 
 
-def imports_of(path: Path) -> set[str]:
-    """Rooms that a module imports at its top level or inside functions, type checking aside."""
+def module_names() -> list[str]:
+    """Every module of the package, as a dotted name without the package's own."""
+    names = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in SOURCE.rglob("*.py")]
+    return sorted(name.removesuffix(".__init__") for name in names)
+
+
+def layer_of(module: str) -> int:
+    """The layer of the longest entry that covers the module."""
+    found = {
+        entry: rank
+        for rank, layer in enumerate(LAYERS)
+        for entry in layer
+        if module == entry or module.startswith(f"{entry}.")
+    }
+    assert found, f"tailguard.{module} has no layer: add it to LAYERS"
+    return found[max(found, key=len)]
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below one that are there at run time: imports for type checkers alone are left out."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from running(other)
+            continue
+        yield child
+        yield from running(child)
+
+
+def imports_of(module: str, known: set[str]) -> set[str]:
+    """Modules of the package that one imports, at its top level or inside functions."""
+    base = SOURCE.joinpath(*module.split("."))
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    package = ["tailguard", *module.split(".")]
+    if not base.is_dir():
+        package.pop()
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tailguard."):
-            found.add(node.module.split(".")[1])
-        elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("tailguard.")}
-    return found
+    for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            named = [f"{origin}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in named:
+            if name.split(".")[0] == "tailguard":
+                found.add(covering(name.removeprefix("tailguard").removeprefix("."), known))
+    return found - {module}
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_rooms_upstream_of_it(room: str) -> None:
-    downstream = set(ROOMS[ROOMS.index(room) + 1 :])
-    for path in (SOURCE / room).glob("*.py"):
-        wrong = {other for other in imports_of(path) & downstream if (room, other) not in ALLOWED}
-        assert not wrong, f"{path.name} imports {sorted(wrong)}"
+def covering(name: str, known: set[str]) -> str:
+    """The module that a dotted name lies in; the package itself where no module fits."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or "__init__"
+
+
+def wrong_imports(module: str, known: set[str]) -> set[str]:
+    return {other for other in imports_of(module, known) if layer_of(other) > layer_of(module)}
+
+
+@pytest.mark.parametrize("module", module_names())
+def test_a_module_imports_only_layers_upstream_of_it(module: str) -> None:
+    assert not wrong_imports(module, set(module_names()))
+
+
+def test_every_entry_of_the_layers_is_a_module() -> None:
+    known = set(module_names())
+    assert not [entry for layer in LAYERS for entry in layer if entry not in known]
+
+
+def test_the_layer_rule_sees_lazy_nested_and_relative_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with one wrong import of each kind: all are found, and what only type checkers read is not."""
+    files = {
+        "data/deep/lazy.py": "def f():\n    from tailguard.runs.folder import x\n",
+        "data/relative.py": "from ..runs import folder\n",
+        "data/facade.py": "import tailguard as tg\n",
+        "data/named.py": "from tailguard import cli\n",
+        "data/typed.py": "if TYPE_CHECKING:\n    from tailguard.runs import folder\n",
+        "runs/folder.py": "from tailguard.data.relative import y\n",
+        "cli.py": "",
+        "__init__.py": "",
+        "data/__init__.py": "",
+        "data/deep/__init__.py": "",
+        "runs/__init__.py": "",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    known = set(module_names())
+    found = {module: wrong for module in known if (wrong := wrong_imports(module, known))}
+    assert found == {
+        "data.deep.lazy": {"runs.folder"},
+        "data.relative": {"runs.folder"},
+        "data.facade": {"__init__"},
+        "data.named": {"cli"},
+    }
+    with pytest.raises(AssertionError, match=r"tailguard\.extra has no layer"):
+        layer_of("extra")
 
 
 def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
@@ -97,3 +249,28 @@ print("torch._dynamo" in sys.modules, "tensorboard" in sys.modules, "polars" in 
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["tailguard", "False", "False", "False"]
+
+
+ELSEWHERE = re.compile(
+    r"\b(LEDGER|FINDINGS|DESIGN|MATH|UX|STYLE|BRIEF)\b"  # documents that the repository does not hold
+    r"|\([A-Z]\d{1,2}(, ?[A-Z]\d{1,2})*\)|\"\"\"[A-Z]\d{1,2}\b"  # numbers of entries in them
+    r"|/work/"
+)
+
+
+def test_nothing_refers_to_documents_outside_the_repository() -> None:
+    root = SOURCE.parents[1]
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    paths = [
+        path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
+    ]
+    paths += [root / name for name in ("README.md", "Makefile", "pyproject.toml", "mkdocs.yml")]
+    assert len(paths) > 250
+    found = [
+        f"{path.relative_to(root)}:{number}: {match.group()}"
+        for path in paths
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for match in ELSEWHERE.finditer(line)
+    ]
+    assert not found

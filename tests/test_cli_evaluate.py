@@ -216,9 +216,9 @@ def test_trials_come_from_the_record_unless_they_are_given(folder: Path) -> None
 def test_a_limit_on_falls_is_judged_in_words(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shown = run("report", folder, "--out", page, "--limit", "-0.3", "--horizon", "24h", "--outcome", "drawdown")
-    assert "With a limit of -30.0 %, the worst 5 % of days had a deepest fall from their high of -" in shown
+    assert "With a limit of -30.0 %, the worst 5 % of days had a maximum drawdown of -" in shown
     assert "the risk budget was kept" in shown
-    assert "deepest fall within days" in page.read_text(encoding="utf-8")
+    assert "maximum drawdown within days" in page.read_text(encoding="utf-8")
 
 
 def test_a_report_without_a_browser_says_what_is_missing(
@@ -242,7 +242,7 @@ def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=r"runs/walk: a walk forward, which has a page of its own: .*html"):
         run("report", "runs/walk")
     with pytest.raises(
-        ConfigError, match="runs/walk: a walk forward; to go on with it, give the command that began it"
+        ConfigError, match="runs/walk: a walk forward; to resume it, repeat the command that started it"
     ):
         CliRunner().invoke(tailguard_app, ["train", "--resume", "runs/walk"], catch_exceptions=False)
     again = CliRunner().invoke(tailguard_app, command)

@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(
-    help="Bring bars: check them, make synthetic ones, fetch them from an exchange, prepare them to train from disk.",
+    help="Bars: check them, make synthetic ones, fetch them from an exchange, prepare them for training from disk.",
     no_args_is_help=True,
 )
 app.add_typer(data, name="data")
@@ -47,12 +47,12 @@ def _root(
 
 @app.command()
 def demo(
-    seed: Annotated[int, typer.Option(help="The same seed makes the same market and the same agent.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same market and the same agent.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the run; an earlier demo in it is replaced.")] = Path(
         "runs/demo"
     ),
 ) -> None:
-    """Train an agent on a synthetic market for a minute or two and show it beside the baselines. Needs no data."""
+    """Train an agent on a synthetic market for a minute or two and compare it with baselines. Needs no data."""
     from rich.console import Console
 
     from tailguard.runs.demo import run_demo
@@ -71,24 +71,24 @@ def train(
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run: its folder is runs/NAME. Default: run.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Go on with the run in this folder, with its own settings.")
+        Path | None, typer.Option(metavar="RUN", help="Resume the run in this folder, with its own settings.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Answer yes: go on with a run that exists already.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Answer yes: resume a run that exists already.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Print the table of all figures every tenth iteration.")
+        bool, typer.Option("--verbose", "-v", help="Print a table of all metrics every tenth iteration.")
     ] = False,
     walk_forward: Annotated[
-        bool, typer.Option("--walk-forward", help="Train anew for each of many test windows, one after the other.")
+        bool, typer.Option("--walk-forward", help="Train a new agent for each of several consecutive test windows.")
     ] = False,
-    folds: Annotated[int | None, typer.Option(help="With --walk-forward: test windows. Default: 5.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="With --walk-forward: agents a window. Default: 1.")] = None,
+    folds: Annotated[int | None, typer.Option(help="With --walk-forward: number of test windows. Default: 5.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="With --walk-forward: agents per window. Default: 1.")] = None,
     expanding: Annotated[
-        bool, typer.Option("--expanding", help="With --walk-forward: training grows instead of moving along.")
+        bool, typer.Option("--expanding", help="With --walk-forward: the training window grows instead of rolling.")
     ] = False,
 ) -> None:
-    """Train an agent on bars and show what it does on the part it never saw. Without bars: a synthetic market.
+    """Train an agent on bars and evaluate it on the test part. Without bars: a synthetic market.
 
-    Ctrl-C saves and stops; the same command, or --resume, goes on exactly where it stopped.
+    Ctrl-C saves and stops; the same command, or --resume, continues exactly where it stopped.
     """
     from rich.console import Console
 
@@ -101,7 +101,7 @@ def train(
 
     if resume is not None:
         if config or bars or overrides or name:
-            raise ConfigError(f"--resume {resume}: the run goes on with its own settings; give no others")
+            raise ConfigError(f"--resume {resume}: the run continues with its own settings; give no others")
         resume_run(resume, Console(), ask, verbose)
         return
     given = list(overrides or [])
@@ -136,7 +136,7 @@ def show_config(
         str | None, typer.Argument(help="Only this section: data, market, env, ppo, risk or training.")
     ] = None,
 ) -> None:
-    """Print the whole default config, each setting with its meaning. Redirect it to a file to start from."""
+    """Print the default config with a description of each setting. Redirect it to a file as a starting point."""
     from tailguard.config import RunConfig, to_yaml
 
     typer.echo(to_yaml(RunConfig(), section))
@@ -147,12 +147,12 @@ def data_check(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE", help="CSV, Parquet or Feather files, or a folder of them.")
     ],
-    symbol: Annotated[str | None, typer.Option(help="The symbol to pick, or to name when the files name none.")] = None,
+    symbol: Annotated[str | None, typer.Option(help="Symbol to select, or its name if the files have none.")] = None,
     frequency: Annotated[
-        str | None, typer.Option(help="The length the bars must have, like 1h. Default: the most common.")
+        str | None, typer.Option(help="Required bar length, like 1h. Default: the most common one.")
     ] = None,
     gaps: Annotated[
-        Literal["error", "split"], typer.Option(help="Missing bars: an error, or kept as the end of a segment.")
+        Literal["error", "split"], typer.Option(help="Missing bars: an error, or the start of a new segment.")
     ] = "error",
     volume_unit: Annotated[
         Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
@@ -172,7 +172,7 @@ def data_check(
 
     if len(files) == 1 and is_prepared_market(files[0]):
         open_market(files[0]).verify()
-        typer.echo(f"{files[0]}: a prepared market; every file is as it was written")
+        typer.echo(f"{files[0]}: a prepared market; every file is intact")
         return
     source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
     report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
@@ -194,13 +194,13 @@ def data_check(
 @data.command("prepare")
 def data_prepare(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; train on it with --data OUT.")],
-    config: Annotated[Path | None, typer.Argument(help="YAML settings of the runs to come.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML settings of the later runs.")] = None,
     bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, as for train.")
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Bars in memory at a time. Default: 262,144.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Replace a prepared market that is there already.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Replace an existing prepared market.")] = False,
 ) -> None:
     """Check bars, split them and compute features once, for training from disk: they may be larger than memory.
 
@@ -229,15 +229,15 @@ def data_prepare(
 def data_make(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="File to write: .parquet, .csv or .feather.")],
     bars: Annotated[int, typer.Option(help="Bars for each asset; 26280 hourly bars are 3 years.")] = 26_280,
-    assets: Annotated[int, typer.Option(help="Assets that trade side by side.")] = 1,
+    assets: Annotated[int, typer.Option(help="Number of assets.")] = 1,
     frequency: Annotated[str, typer.Option(help="Length of a bar, like 15m, 1h or 1d.")] = "1h",
-    seed: Annotated[int, typer.Option(help="The same seed makes the same market.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same market.")] = 0,
     signal: Annotated[
-        float, typer.Option(help="Planted signal: yearly Sharpe ratio before costs of who sees it. 0: none.")
+        float, typer.Option(help="Planted signal: yearly Sharpe ratio, before costs, of a trader who sees it. 0: none.")
     ] = 0.0,
     correlation: Annotated[float, typer.Option(help="Correlation of any two assets' returns, 0 to 0.9.")] = 0.6,
 ) -> None:
-    """Make a synthetic market with the stylised facts of crypto, and a planted signal if you like."""
+    """Make a synthetic market with the stylised facts of crypto and an optional planted signal."""
     from tailguard.data.storage import check_writable
     from tailguard.data.synthetic import describe, make_market
 
@@ -252,7 +252,7 @@ def data_fetch(
     exchange: Annotated[str, typer.Argument(help="The exchange's name in ccxt, like binance.")],
     symbol: Annotated[str, typer.Argument(help="BTC/USDT is spot, BTC/USDT:USDT the perpetual.")],
     timeframe: Annotated[str, typer.Argument(help="Length of a bar, like 1h.")],
-    out: Annotated[Path, typer.Option(help="Parquet file to begin or to continue.")],
+    out: Annotated[Path, typer.Option(help="Parquet file to create or to extend.")],
     start: Annotated[str, typer.Option(help="First bar: 2021-01-31, 2021-01-31T08:00 (UTC), or how long ago: 90d.")],
     stop: Annotated[str, typer.Option(help="End, not included: the same, or now.")] = "now",
 ) -> None:

@@ -31,9 +31,9 @@ def bench(
     parts: Annotated[
         list[Part] | None, typer.Argument(metavar="[PART]…", help="simulator, training, gpu. Default: all of them.")
     ] = None,
-    turns: Annotated[int, typer.Option(help="Timed turns of each candidate.")] = 5,
+    turns: Annotated[int, typer.Option(help="Timed iterations of each candidate.")] = 5,
     max_envs: Annotated[
-        int, typer.Option(help="Cut every shape to so many environments, for a small machine.")
+        int, typer.Option(help="Limit every shape to this many environments, for a small machine.")
     ] = 32_768,
     threads: Annotated[int | None, typer.Option(help="CPU threads for training. Default: torch's own choice.")] = None,
 ) -> None:
@@ -124,7 +124,7 @@ def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Consol
     if find_spec("sb3_contrib") is None:
         _say(
             console,
-            "peer     sb3-contrib is not installed, so nothing is measured beside. pip install 'tailguard[dev]' has it",
+            "peer     sb3-contrib is not installed, so there is no comparison. pip install 'tailguard[dev]' has it",
         )
     else:
         from tailguard.bench.stable_baselines import peer

@@ -1,4 +1,4 @@
-"""The commands that look at finished runs: `backtest`, `report` and `compare`. They parse, call and print."""
+"""The commands for finished runs: `backtest`, `report` and `compare`. They parse, call and print."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tailguard.evaluate.walk_forward import Plan
     from tailguard.runs.runner import RunResult
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, as runs/demo.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
 Trials = Annotated[
     int | None,
     typer.Option(
@@ -48,7 +48,7 @@ def backtest(
     ] = None,
     symbol: Symbol = None,
     costs: Annotated[float, typer.Option(help="Factor on all assumed costs: 2 doubles them.")] = 1.0,
-    delay: Annotated[int, typer.Option(help="Bars that every decision waits beyond the next open.")] = 0,
+    delay: Annotated[int, typer.Option(help="Extra bars between a decision and its fill.")] = 0,
     noise: Annotated[
         float, typer.Option(help="Noise on the agent's features, in standard deviations of each: 0.1.")
     ] = 0.0,
@@ -56,7 +56,7 @@ def backtest(
         Path | None, typer.Option(help="Write every bar of the agent: equity, weights, costs. .csv or .parquet.")
     ] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all figures; - prints them and nothing else.")
+        str | None, typer.Option("--json", metavar="FILE", help="Write all metrics as JSON; - prints only them.")
     ] = None,
     trials: Trials = None,
 ) -> None:
@@ -105,17 +105,17 @@ def report(
         float | None,
         typer.Option(help="Judge by this risk budget: -0.04 allows the worst windows to lose 4 % on average."),
     ] = None,
-    alpha: Annotated[float, typer.Option(help="Share of windows that the limit speaks of.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="Share of worst windows that the limit applies to.")] = 0.05,
     horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
     outcome: Annotated[
         Literal["return", "drawdown"],
         typer.Option(help="What the limit is on: the return of a window, or its deepest fall from a high."),
     ] = "return",
     trials: Trials = None,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Also print the page to a PDF file beside it.")] = False,
-    png: Annotated[bool, typer.Option("--png", help="Also take a picture of the whole page beside it.")] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also write the report as a PNG image.")] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns to a folder beside it.")
+        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns as CSV files.")
     ] = False,
 ) -> None:
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
@@ -177,7 +177,7 @@ def report_after_training(result: RunResult, console: Console) -> None:
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Folders of finished runs.")],
-    out: Annotated[Path, typer.Option(help="HTML file with the equity curves over each other.")] = Path("compare.html"),
+    out: Annotated[Path, typer.Option(help="HTML file with all equity curves in one chart.")] = Path("compare.html"),
 ) -> None:
     """Show runs side by side: figures, how sure the difference is, the settings that differ, and a chart."""
     from rich.console import Console
@@ -211,7 +211,7 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
         with RunFolder(folder).claimed():
             walked = run_walk_forward(config, bars, folder, plan, console, ask=ask)
     except KeyboardInterrupt:
-        say(f"stopped  finished folds are kept in {folder}; the same command goes on with the others")
+        say(f"stopped  finished folds are kept in {folder}; the same command continues with the others")
         raise typer.Exit(130) from None
     except OSError as error:
         raise RunError(

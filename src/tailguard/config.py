@@ -1,4 +1,4 @@
-"""A run's settings: one frozen dataclass a room, read from YAML and overrides. Unknown keys are errors."""
+"""A run's settings: one frozen dataclass per package, read from YAML and overrides. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ class DataConfig:
     """Which bars to use and how to split them by time."""
 
     path: str | None = None
-    """File or folder of bars; none: a synthetic market, to try things out."""
+    """File or folder of bars; null: a synthetic market, for trying things out."""
     symbols: tuple[str, ...] = ()
     """Symbols to use; empty: all of them."""
     gaps: Literal["error", "split"] = "error"
-    """Missing bars: stop, or split, so that no episode crosses a gap."""
+    """Missing bars: an error, or a split, so that no episode crosses a gap."""
     volume_unit: Literal["base", "quote"] = "base"
     """What the volume column counts: coins (base) or money (quote)."""
     validation: float | str = 0.15
-    """Size of the validation part: a fraction, or a duration as 180d."""
+    """Size of the validation part: a fraction, or a duration like 180d."""
     test: float | str = 0.15
-    """Size of the test part, which training never sees: a fraction, or a duration as 180d."""
+    """Size of the test part, which training never sees: a fraction, or a duration like 180d."""
     embargo: str = "7d"
     """Time left unused between the parts."""
     features: tuple[str, ...] = ()
-    """Features to show the agent; empty: all that the bars allow."""
+    """Features that the agent sees; empty: all that the bars allow."""
     synthetic_bars: int = 35_064
     """Bars of the synthetic market; 35,064 hourly bars are four years."""
     synthetic_signal: float = 8.0
-    """Strength of the synthetic market's planted signal: yearly Sharpe ratio before costs of who sees it, 0 to 50."""
+    """Planted signal of the synthetic market: yearly Sharpe ratio, before costs, of a trader who sees it, 0 to 50."""
 
     def __post_init__(self) -> None:
         check_choice("data.gaps", self.gaps, ("error", "split"))
@@ -68,17 +68,17 @@ class EnvConfig:
     """The trading environment."""
 
     num_envs: int = 256
-    """Accounts that trade side by side."""
+    """Number of parallel accounts."""
     episode_length: int = 256
     """Bars in an episode; a multiple of ppo.n_steps keeps episodes from ending inside a training sequence."""
     accounts: Literal["portfolio", "per_symbol"] = "portfolio"
-    """All symbols in one account, or each symbol in accounts of its own."""
+    """All symbols in one account, or a separate account for each symbol."""
     reward: Reward = "log"
     """log of net equity growth, simple growth, or pnl as a share of the episode's first equity."""
     shield_shock: float = 0.0
-    """Hard cap on exposure: so large a move against all positions may not break shield_budget; 0 is off."""
+    """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
-    """Largest loss of an episode that the shield lets such a shock make, as a fraction of its first equity."""
+    """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
 
     def __post_init__(self) -> None:
         check_count("env.num_envs", self.num_envs)
@@ -95,22 +95,22 @@ class EnvConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, where and under which name."""
+    """Length, device and checkpoints of a run."""
 
     total_timesteps: int = 2_000_000
     """Environment steps, over all accounts."""
     seed: int = 0
-    """Of the weights, the actions, the minibatches and the environment."""
+    """Random seed of the weights, the actions, the minibatches and the environment."""
     device: str = "cpu"
-    """Where everything runs: cpu, or cuda."""
+    """Device for everything: cpu or cuda."""
     threads: int = 0
-    """CPU threads for the mathematics; 0 leaves it to PyTorch."""
+    """CPU threads; 0 uses PyTorch's default."""
     checkpoint_steps: int = 0
     """Environment steps between two checkpoints, each scored on the validation part; 0: a twentieth of the run."""
     checkpoint_minutes: float = 10.0
     """Longest time without a checkpoint, in minutes."""
     keep_checkpoints: int = 3
-    """Newest checkpoints to keep, besides the best on the validation part."""
+    """Number of newest checkpoints to keep; the best on the validation part is kept as well."""
 
     def __post_init__(self) -> None:
         check_count("training.total_timesteps", self.total_timesteps)
@@ -142,7 +142,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     """A budget for the tail of the outcomes."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    """How long, where and under which name."""
+    """Length, device and checkpoints of a run."""
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))

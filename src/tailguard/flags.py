@@ -1,4 +1,4 @@
-"""One question that costs a CPU nothing and a GPU a stop."""
+"""Data-dependent branches: free on a CPU, a synchronisation on a GPU."""
 
 from __future__ import annotations
 

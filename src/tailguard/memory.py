@@ -1,4 +1,4 @@
-"""How much memory there is, and one clear message where it is not enough."""
+"""Available memory, and a clear message when it is not enough."""
 
 from __future__ import annotations
 

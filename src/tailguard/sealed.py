@@ -1,4 +1,4 @@
-"""Sealed folders: tensors and plain values that are whole or not there, and that no reader can be made to execute.
+"""Sealed folders: tensors and plain values, written atomically, that cannot execute code when read.
 
 A sealed folder holds one safetensors file for each part and `manifest.json`, which names the size and the SHA-256 of
 every file and carries a SHA-256 of its own. It is written beside its place, brought to the disk, read back, and only

@@ -1,4 +1,4 @@
-"""Behaviour cloning and advantage-weighted regression on the real learner (LEDGER F12)."""
+"""Behaviour cloning and advantage-weighted regression on the real learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the learner: what is wrong is named with its key, and unknown names get a suggestion (LEDGER C7)."""
+"""Settings of the learner: what is wrong is named with its key, and unknown names get a suggestion."""
 
 from __future__ import annotations
 

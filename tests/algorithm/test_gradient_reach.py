@@ -1,4 +1,4 @@
-"""Every term of the loss reaches exactly the parameters it should, on the real learner in every mode (LEDGER C1)."""
+"""Every term of the loss reaches exactly the parameters it should, on the real learner in every mode."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_the_terms_add_up_to_the_total(reach: Reach) -> None:
 def test_both_critics_pull_equally_where_they_are_equally_wrong(
     make_learner: Any, make_witness: Any, twin_trunk: str
 ) -> None:
-    """Twin critics with the same weights get the same gradient, each half of what a single critic gets (LEDGER C4)."""
+    """Twin critics with the same weights get the same gradient, each half of what a single critic gets."""
     witness = make_witness()
     learner = make_learner(twin_critics=True, twin_trunk=twin_trunk, extensions=(witness,))
     learner.iterate()

@@ -1,4 +1,4 @@
-"""What must hold exactly on the real learner: ratios, advantages, boundaries, microbatches (LEDGER T1–T5, F2, F3)."""
+"""What must hold exactly on the real learner: ratios, advantages, boundaries, microbatches."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_fused_and_stepwise_learning_have_the_same_gradient(
 
 @pytest.mark.parametrize("memory", ["separate", "none"])
 def test_a_dead_row_carries_no_loss(make_learner: Any, everything_in: Any, scripted_env: Any, memory: str) -> None:
-    """Poison in the observation and reward of rows in which nothing happened changes no number at all (LEDGER T5)."""
+    """Poison in the observation and reward of rows in which nothing happened changes no number at all."""
     learners = []
     for poisoned in (False, True):
         env = scripted_env(end_probability=0.2, dead_rows=True)
@@ -180,7 +180,7 @@ def in_float64(learner: DistributionalPPO, batch: Batch) -> Batch:
 def test_microbatches_have_the_gradient_of_the_whole(
     make_learner: Any, make_witness: Any, scripted_env: Any, microbatches: int, memory: str, precise: bool
 ) -> None:
-    """Uneven parts, dead rows spread unevenly over them, more parts than sequences (LEDGER F3)."""
+    """Uneven parts, dead rows spread unevenly over them, more parts than sequences."""
     witness = make_witness()
     options: dict[str, Any] = {"memory": memory, "max_grad_norm": 0.0, "twin_critics": True, "entropy_coef": 0.01}
     learner = make_learner(scripted_env(dead_rows=True), value_clip="mean_only", extensions=(witness,), **options)

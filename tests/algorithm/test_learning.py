@@ -1,4 +1,4 @@
-"""That it learns: values with a known ceiling, a known tail, a cue over 32 steps, and classic control (C2, C4, F6)."""
+"""That it learns: values with a known ceiling, a known tail, a cue over 32 steps, and classic control."""
 
 from __future__ import annotations
 

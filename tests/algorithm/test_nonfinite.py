@@ -1,4 +1,4 @@
-"""What is not finite stops the run by name, or is left out and counted; never silently (LEDGER F10)."""
+"""What is not finite stops the run by name, or is left out and counted; never silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimisers and the variance scaler inside the real learner: they change the step by what they promise (F15, F16)."""
+"""Optimisers and the variance scaler inside the real learner: they change the step by what they promise."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_same_seed_same_weights(
 def test_asking_for_actions_does_not_change_the_training(
     make_learner: Any, scripted_env: Any, everything_in: Any
 ) -> None:
-    """Evaluation on poisoned observations, sampled and not, between the iterations of one of two learners (F14)."""
+    """Evaluation on poisoned observations, sampled and not, between the iterations of one of two learners."""
     quiet, asked = (make_learner(scripted_env()) for _ in range(2))
     poison = np.full((5, 3), 1e6, np.float32)
     poison[1], poison[2] = np.nan, np.inf
@@ -217,7 +217,7 @@ def test_the_clip_range_schedule_reaches_the_surrogate(make_learner: Any, make_w
 
 
 def test_entropy_decays_is_boosted_on_a_plateau_and_keeps_its_floor(make_learner: Any, scripted_env: Any) -> None:
-    """Rewards of 0 are a plateau as soon as three iterations have been seen; the boost of 2 fades over three (F11)."""
+    """Rewards of 0 are a plateau as soon as three iterations have been seen; the boost of 2 fades over three."""
     env = scripted_env(end_probability=0.3)
     env.reward[:] = 0.0
     options: dict[str, Any] = {"entropy_window": 3, "entropy_boost": 2.0}

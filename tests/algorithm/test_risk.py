@@ -1,4 +1,4 @@
-"""The risk budget on the real learner: it reaches the policy, no critic, and the policy keeps it (C3, F9)."""
+"""The risk budget on the real learner: it reaches the policy, no critic, and the policy keeps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collecting experience: what is stored, when memory is cleared, and which statistics scale it (LEDGER T4, F14)."""
+"""Collecting experience: what is stored, when memory is cleared, and which statistics scale it."""
 
 from __future__ import annotations
 

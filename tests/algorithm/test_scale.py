@@ -1,4 +1,4 @@
-"""The return's scale moves and no raw prediction does, on the real learner (LEDGER F13)."""
+"""The return's scale moves and no raw prediction does, on the real learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One minibatch of the real learner: every term by hand, and value clipping's gradients (LEDGER F1, F4, F10)."""
+"""One minibatch of the real learner: every term by hand, and value clipping's gradients."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def far_from_old(learner: DistributionalPPO, batch: Batch, distance: float, targ
 def test_a_critic_beyond_its_clip_stops_moving_on_and_may_always_come_back(
     make_learner: Any, make_witness: Any, mode: str, twin_critics: bool
 ) -> None:
-    """MATH §9: at a target still further away the mean gets no gradient; at one behind, the unclipped gradient."""
+    """At a target still further away the mean gets no gradient; at one behind, the unclipped gradient."""
     learner, batch = trained(make_learner, make_witness, value_clip=mode, twin_critics=twin_critics)
     plain = dataclasses.replace(learner.config, value_clip="off")
     away = far_from_old(learner, batch, distance=3.0, target=50.0)
@@ -182,7 +182,7 @@ def test_a_critic_beyond_its_clip_stops_moving_on_and_may_always_come_back(
 
 
 def test_each_twin_is_clipped_around_its_own_old_value(make_learner: Any, make_witness: Any) -> None:
-    """Critics at 0 and 1 that have not moved, clip 0.2, target 1.5: the second still learns (LEDGER F4).
+    """Critics at 0 and 1 that have not moved, clip 0.2, target 1.5: the second still learns.
 
     ½ (V − 1.5)² has slope −0.5 at V = 1; times value_coef 0.5, and half of it as one of two critics. Clipped around the
     minimum of both, V = 1 would be beyond 0.2 and its gradient 0.

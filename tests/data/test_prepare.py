@@ -31,7 +31,7 @@ def test_the_scaler_is_fitted_on_tradeable_rows_and_carried_to_later_bars(bars) 
 
 
 def test_wild_test_bars_do_not_move_the_training_features(bars) -> None:
-    """F14 at the data's end: what comes later changes neither statistics nor values of the training part."""
+    """What comes later changes neither statistics nor values of the training part."""
     split = tg.split_bars(bars, validation=0.2, test=0.2)
     calm = prepare(split.train, NAMES)
     factor = pl.when(pl.col("time") >= split.validation.start).then(7.0).otherwise(1.0)

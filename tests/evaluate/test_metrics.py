@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from types import ModuleType
 
 import numpy as np
@@ -29,8 +28,9 @@ def equity(returns: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def empyrical() -> ModuleType:
     """empyrical's formulas as vectorbt carries them, uncompiled."""
-    os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
-    return pytest.importorskip("vectorbt").returns.nb
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_DISABLE_JIT", "1")
+        return pytest.importorskip("vectorbt").returns.nb
 
 
 def test_figures_equal_empyricals(returns: np.ndarray, equity: np.ndarray, empyrical: ModuleType) -> None:

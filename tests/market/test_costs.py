@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +16,8 @@ import pytest
 import torch
 
 from tailguard.data.panel import Panel
-from tailguard.market import MarketConfig, build_market
+from tailguard.market import MarketConfig, Transition, build_market
+from tailguard.market.costs import COST_KINDS, COSTS
 
 Trade = Callable[..., Any]
 EIGHT_HOURS_MS = 8 * 3_600_000
@@ -153,3 +160,91 @@ def test_short_proceeds_do_not_pay_for_longs(
     market = build_market(random_panel(0, 2, 2), free_market(borrow_rate=0.08766, leverage=3.0), dtype=torch.float64)
     _, (bar,) = trade(market, torch.tensor([[[1.5, -0.7]]], dtype=torch.float64))
     assert bar.borrow.item() == pytest.approx(1.2e-5)
+
+
+# --- one table of costs ----------------------------------------------------------------------------------------------
+
+NO_COSTS = {
+    "capital",
+    "participation",
+    "observed_funding",
+    "leverage",
+    "allow_short",
+    "maintenance_margin",
+    "volatility_halflife",
+}
+"""Settings of the market that are not the size of a cost: stress tests leave them alone."""
+NO_COST_AMOUNTS = {"net", "pnl", "shortfall", "turnover", "unfilled", "liquidated"}
+
+
+def test_the_table_names_every_cost_of_the_market() -> None:
+    """A setting or a booked amount that is new must be put on one side or the other."""
+    assert {field.name for field in fields(MarketConfig)} - NO_COSTS == {cost.setting for cost in COSTS}
+    assert {field.name for field in fields(Transition)} - NO_COST_AMOUNTS == set(COST_KINDS)
+
+
+A_NEW_COST = {
+    "market/config.py": ("    borrow_rate: float = 0.0\n", "    tax_rate: float = 0.0\n    borrow_rate: float = 0.0\n"),
+    "market/costs.py": ('    Cost("borrow",', '    Cost("tax", "tax_rate", "order"),\n    Cost("borrow",'),
+    "market/simulator.py#field": ("    borrow: Tensor\n", "    borrow: Tensor\n    tax: Tensor\n"),
+    "market/simulator.py": (
+        '        "fee": rates.fee * turnover,\n',
+        '        "fee": rates.fee * turnover,\n        "tax": market.tax_rate * turnover,\n',
+    ),
+    "market/tables.py#field": ("    charges_borrow: bool\n", "    charges_borrow: bool\n    tax_rate: float\n"),
+    "market/tables.py": (
+        "        charges_borrow=config.borrow_rate > 0,\n",
+        "        charges_borrow=config.borrow_rate > 0,\n        tax_rate=config.tax_rate,\n",
+    ),
+    "market/serial.py": (
+        "self._half_spread * turnover + impact",
+        "self._half_spread * turnover + impact + self._market.tax_rate * turnover",
+    ),
+}
+"""A tax on turnover, written into a copy of the package: what is found, and what takes its place."""
+
+USE_IT = """
+import json
+import numpy as np
+import tailguard as tg
+from tailguard.evaluate.stress import stress_table
+
+bars = tg.make_market(400, seed=5).bars
+config = tg.MarketConfig(tax_rate=0.001)
+targets = np.where(np.arange(len(bars)) % 20 < 10, 0.8, -0.4)[:, None]
+result = tg.backtest(targets, bars, config)
+table = dict(stress_table(targets, bars, config, cost_factors=(0.0, 3.0), delays=()))
+env = tg.TradingEnv(bars, config, num_envs=4, episode_length=32, features=["return_1"])
+agent = tg.DistributionalPPO(env, n_steps=16, hidden=(8,), memory="none", seed=1).learn(64)
+print(json.dumps({
+    "turnover": result.turnover.sum(),
+    "tax": result.costs["tax"].sum(),
+    "explained": float(np.abs(result.net - result.pnl + sum(result.costs.values())).max()),
+    "free": float(np.abs(table["costs ×0"].net - table["costs ×0"].pnl).max()),
+    "stressed": float((table["costs ×3"].costs["tax"] / table["costs ×3"].turnover.clip(1e-12)).max()),
+    "metric": agent.metrics["data/tax"] / agent.metrics["data/turnover"],
+}))
+"""
+
+
+def test_a_new_cost_reaches_books_backtests_stress_tests_and_metrics(tmp_path: Path) -> None:
+    """A tax of 0.1 % of the turnover, added where costs are defined and computed and nowhere else."""
+    package = tmp_path / "tailguard"
+    shutil.copytree(
+        Path(__file__).parents[2] / "src" / "tailguard", package, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name, (found, replacement) in A_NEW_COST.items():
+        path = package / name.partition("#")[0]
+        text = path.read_text(encoding="utf-8")
+        assert text.count(found) == 1, name
+        path.write_text(text.replace(found, replacement), encoding="utf-8")
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{USE_IT}"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert seen["turnover"] > 10
+    assert seen["tax"] == pytest.approx(0.001 * seen["turnover"], rel=1e-9)
+    assert seen["explained"] < 1e-12
+    assert seen["free"] == 0
+    assert seen["stressed"] == pytest.approx(0.003, rel=1e-9)
+    assert seen["metric"] == pytest.approx(0.001, rel=1e-5)

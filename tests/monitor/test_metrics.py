@@ -140,7 +140,7 @@ def test_the_gradient_before_and_after_its_clip(trading_env: tg.TradingEnv) -> N
     ids=["twin", "own trunks", "shared", "no memory"],
 )
 def test_gradient_norms_count_each_parameter_once(trading_env: tg.TradingEnv, options: dict[str, Any]) -> None:
-    """Against plain sums over the parameters of the modules; the whole is that of torch (F19)."""
+    """Against plain sums over the parameters of the modules; the whole is that of torch."""
     settings: dict[str, Any] = {"n_steps": 16, "hidden": (8,), "lstm_size": 8} | options
     agent = tg.DistributionalPPO(trading_env, **settings).agent
     draw = torch.Generator().manual_seed(0)

@@ -294,7 +294,7 @@ def test_what_is_not_a_number_is_refused_by_name(
     def record(agent: tg.DistributionalPPO) -> None:
         agent.logger.record("eval/phase", "warm-up")
 
-    with pytest.raises(TailguardError, match="eval/phase: 'warm-up' was recorded as a figure and is not a number"):
+    with pytest.raises(TailguardError, match="eval/phase: 'warm-up' was recorded as a metric and is not a number"):
         make_agent().learn(2 * STEPS, callback=[JsonlWriter(tmp_path / "metrics.jsonl"), EveryIteration(record)])
 
 

@@ -1,4 +1,4 @@
-"""The dual variable, the window and the costs, against closed forms and brute force (F9)."""
+"""The dual variable, the window and the costs, against closed forms and brute force."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_control_c_saves_and_says_how_to_go_on(place: Path) -> None:
         check=False,
     )
     assert refused.returncode == 2
-    assert "the run goes on with its own settings; give no others" in refused.stderr
+    assert "the run continues with its own settings; give no others" in refused.stderr
 
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -1,4 +1,4 @@
-"""Behaviour cloning towards given actions, plain or weighted by how good they turned out (AWR)."""
+"""Behaviour cloning towards given actions, plain or weighted by their advantage (AWR)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the return turn out as the critic said when the episode began?"""
+"""Calibration: realised returns compared with the prediction at the start of the episode."""
 
 from __future__ import annotations
 

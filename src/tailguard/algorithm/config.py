@@ -25,7 +25,7 @@ AdvantageKind = Literal["gae", "hindsight"]
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """What every learner needs. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+    """What every learner needs. A schedule is a number, or `kind:start:end` over the run, like `linear:3e-4:0`."""
 
     section: ClassVar[str] = "learner"
     """Name of the learner's section in a run's settings, for messages."""
@@ -33,11 +33,11 @@ class LearnerConfig:
     """Lowest n_steps."""
 
     n_steps: int = 64
-    """Steps in a rollout and in a training sequence; let the episode length be a multiple of it."""
+    """Steps in a rollout and in a training sequence; the episode length should be a multiple of it."""
     minibatch_size: int = 4096
     """Transitions in an optimiser step; with memory they are whole sequences of n_steps."""
     microbatches: int = 1
-    """Parts in which a minibatch goes through the network; the gradient is that of the whole, memory is saved."""
+    """Number of parts a minibatch is processed in; saves memory and gives the same gradient."""
     optimizer: OptimizerKind = "adam"
     """adam, adamw, or with utility gates: upgd (plain descent), adaptive_upgd (Adam), upgdw (AdamW)."""
     learning_rate: float | str = 3e-4
@@ -49,7 +49,7 @@ class LearnerConfig:
     gae_lambda: float = 0.95
     """λ of the advantage estimate, 0 to 1."""
     distribution_lambda: float = 0.95
-    """λ of the distribution's targets, 0 to 1; below 0.95 the tail gets too mild."""
+    """λ of the distribution's targets, 0 to 1; below 0.95 the tail is too mild."""
     distribution_target: DistributionTarget = "sr_lambda"
     """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too mild."""
     baseline: Baseline = "scalar"
@@ -61,7 +61,7 @@ class LearnerConfig:
     distribution_coef: float = 0.5
     """Weight of the distribution loss."""
     value_clip: ClipMode = "off"
-    """Bound on a critic's change: off, mean_only, mean_and_variance or per_quantile."""
+    """Limit on a critic's change: off, mean_only, mean_and_variance or per_quantile."""
     value_clip_limit: float = 0.2
     """Largest change of the mean or of a quantile, in standard deviations of the return."""
     value_clip_sd_ratio: float = 1.5
@@ -72,21 +72,21 @@ class LearnerConfig:
     entropy_coef: float | str = 0.0
     """Weight of the entropy bonus, a schedule; 0 to 0.05."""
     max_grad_norm: float = 0.5
-    """Longest gradient; 0 or less is off."""
+    """Gradient norm is clipped to this; 0 or less is off."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do with a number that is not finite: stop the run and name it, or skip and count. A log-ratio, loss or
-    gradient costs its minibatch, a reward or observation its rollout."""
+    """Non-finite numbers: stop the run and name them, or skip and count them. A non-finite log-ratio, loss or gradient
+    skips its minibatch, a reward or observation its rollout."""
     normalise_observations: bool = True
     """Scale observations by running statistics, updated between rollouts only."""
     observation_clip: float = 10.0
-    """Bound of scaled observations, in standard deviations; without scaling there is no bound."""
+    """Scaled observations are clipped to ± this many standard deviations; without scaling there is no clip."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
     runtime: RuntimeKind = "auto"
     """How iterations run: eager, compile, graph (compiled, and recorded as CUDA graphs), or auto: graph on a GPU where
     everything can be recorded, eager elsewhere."""
     monitor: bool = True
-    """Compute the figures of health (gradients, memories, distribution, trading) and raise alarms."""
+    """Compute health metrics (gradients, LSTM states, distribution, trading) and raise alarms."""
     upgd: UPGDConfig = field(default_factory=UPGDConfig)
     """Gates and perturbations of the upgd optimisers."""
     vgs: VGSConfig = field(default_factory=VGSConfig)
@@ -196,23 +196,23 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class PPOConfig(LearnerConfig):
-    """Recurrent distributional PPO. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+    """Recurrent distributional PPO. A schedule is a number, or `kind:start:end` over the run, like `linear:3e-4:0`."""
 
     section: ClassVar[str] = "ppo"
 
     epochs: int = 4
     """Passes over a rollout, 1 to 20."""
     advantages: AdvantageKind = "gae"
-    """gae, or hindsight: what an action earned more than the policy's mean action would have in the same bars. Far
-    less noisy, but blind to what an action does to later ones; needs a market that does not answer: a TradingEnv."""
+    """gae, or hindsight: the gain of an action over the policy's mean action in the same bars. Far less noisy, but
+    ignores the effect of an action on later ones; needs a market that does not react to orders: a TradingEnv."""
     clip_range: float | str = 0.2
     """ε of the clipped surrogate, a schedule; 0.05 to 0.4."""
     normalise_advantages: AdvantageMode = "global"
     """global over the rollout, per_env (equal weight to every environment), or off."""
     entropy_floor: float = 0.0
-    """The entropy weight does not fall below this."""
+    """Lower bound of the entropy weight."""
     entropy_window: int = 0
-    """Iterations without a trend in the mean episode reward that count as a plateau; 0 does not look for one."""
+    """Iterations without a trend in the mean episode reward that count as a plateau; 0 is off."""
     entropy_boost: float = 2.0
     """Factor on the entropy weight after a plateau, fading over the next window."""
     target_kl: float | None = None
@@ -221,11 +221,11 @@ class PPOConfig(LearnerConfig):
     kl_limit: float | None = None
     """Stop the epochs at once when a minibatch's exact KL passes this; none: no limit."""
     kl_penalty: float = 0.0
-    """First weight of an adaptive KL penalty that aims at target_kl; 0 is off."""
+    """Initial weight of an adaptive KL penalty with target target_kl; 0 is off."""
     exploration: float | str = 1.0
-    """Factor on the standard deviation of the actions, a schedule: exponential:1:0.1 ends with a tenth of the noise."""
+    """Factor on the standard deviation of the actions, a schedule: exponential:1:0.1 ends at a tenth of the noise."""
     log_ratio_limit: float = 20.0
-    """Log-ratios beyond this are clamped, and counted."""
+    """Log-ratios beyond ± this are clamped and counted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,7 +268,7 @@ class PPOConfig(LearnerConfig):
 
 @dataclass(frozen=True)
 class PathwiseConfig(LearnerConfig):
-    """Gradients through the market. A schedule is a number, or `kind:start:end` over the run, as `linear:3e-4:0`."""
+    """Gradients through the market. A schedule is a number, or `kind:start:end` over the run, like `linear:3e-4:0`."""
 
     section: ClassVar[str] = "pathwise"
     fewest_steps: ClassVar[int] = 0
@@ -282,7 +282,7 @@ class PathwiseConfig(LearnerConfig):
     critic_epochs: int = 1
     """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing."""
     max_grad_norm: float = 1.0
-    """Longest gradient; 0 or less is off."""
+    """Gradient norm is clipped to this; 0 or less is off."""
     stochastic: bool = False
     """Whether the policy acts with its noise while it learns; the gradient then goes through the noise too
     (reparameterisation), to the standard deviation as well."""

@@ -1,4 +1,4 @@
-"""From a rollout to what the losses need: advantages, value targets and distribution targets."""
+"""Compute advantages, value targets and distribution targets from a rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an action did, apart from what the market did.
+"""Advantages in hindsight: the effect of an action, separated from that of the market.
 
 An account of ordinary size does not move the market. Had the policy traded its mean action, the same bars would have
 followed, so the simulator can say what that would have brought. An action here is a target: the one after it brings

@@ -1,4 +1,4 @@
-"""A number that is not finite is named and stops the run, or its minibatch or rollout is left out: never silently."""
+"""Non-finite numbers stop the run with their location, or their minibatch or rollout is skipped and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What turns gradients into steps: the optimiser and, if asked for, the scaler that shortens noisy steps."""
+"""The optimiser and, if enabled, the scaler that reduces noisy steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent distributional PPO: act, estimate, update, repeat. Reads top to bottom."""
+"""Recurrent distributional PPO: collect, estimate, update, repeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The risk budget inside the learner: from a rollout to advantages that price the tail."""
+"""The risk budget in the learner: advantages that include the cost of the tail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collecting experience: N environments, T steps, and everything the learner must know about them afterwards."""
+"""Collect rollouts: N environments, T steps, and everything the learner needs from them."""
 
 from __future__ import annotations
 

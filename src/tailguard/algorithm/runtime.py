@@ -1,4 +1,4 @@
-"""How the learner's functions are run: as they are, compiled, or recorded as CUDA graphs and replayed.
+"""Execution modes of the learner: eager, compiled, or recorded as CUDA graphs and replayed.
 
 A recorded function is one launch instead of thousands. It always works on the same memory, so everything that lives
 from one iteration to the next keeps its place: weights, statistics and hyper-parameters are changed in place anyway,

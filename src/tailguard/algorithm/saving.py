@@ -1,4 +1,4 @@
-"""Agents on disk: captured whole, restored exactly or with fresh episodes, and checked before a number is used."""
+"""Save and load agents: complete, restored exactly or with new episodes, and validated before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moving the return's scale without moving a single raw prediction."""
+"""Update the scale of the return without changing any raw prediction (PopArt)."""
 
 from __future__ import annotations
 

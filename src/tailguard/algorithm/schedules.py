@@ -1,4 +1,4 @@
-"""Hyper-parameters that move during training: schedules of progress, the entropy coefficient, and KL control.
+"""Hyper-parameters that change during training: schedules of progress, the entropy coefficient, and KL control.
 
 Settings are frozen dataclasses; what changes is a small frozen state that ``update`` takes and returns, so that a
 checkpoint holds it and nothing is hidden. All but :class:`KLStopper` run once an iteration on plain floats.

@@ -1,4 +1,4 @@
-"""What training has come to, in a form that can be saved and taken up again."""
+"""The state of training, in a form that can be saved and resumed."""
 
 from __future__ import annotations
 

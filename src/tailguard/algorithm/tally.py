@@ -1,4 +1,4 @@
-"""Figures on the device: their means over an iteration's minibatches, and all of them read at once."""
+"""Metrics on the device: means over an iteration's minibatches, read all at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One minibatch: the loss, term by term, and what there is to say about it."""
+"""One minibatch: the terms of the loss and their metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sb3-contrib's RecurrentPPO on our environment: as it is, and with whole-sequence LSTM calls to be fair to it."""
+"""sb3-contrib's RecurrentPPO on our environment: unmodified, and with whole-sequence LSTM calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fair timing: candidates take turns, so that whatever else slows the machine slows all of them."""
+"""Fair timing: candidates alternate, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 

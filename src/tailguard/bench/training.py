@@ -1,4 +1,4 @@
-"""Our learner as it is timed: a shape, and how much of it is switched on."""
+"""The benchmarked learner: its shape and enabled features."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bars in: reading, validating, making and fetching them, features, splits."""
+"""Bars: reading, validation, synthetic markets, downloads, features and splits."""

@@ -1,4 +1,4 @@
-"""The file a download fills: complete bars of one symbol, and which of them are still missing."""
+"""The file of a download: complete bars of one symbol, and which bars are missing."""
 
 from __future__ import annotations
 

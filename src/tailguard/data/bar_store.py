@@ -1,4 +1,4 @@
-"""Bars on disk, mapped: any stretch of time becomes `Bars`, and nothing else of them is read."""
+"""Memory-mapped bars on disk: any period can be read as `Bars` without reading the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars: what a user's market data becomes once it has been read and checked."""
+"""Bars: market data that has been read and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recognising a user's columns: which one is what, and its text or numbers as times and floats."""
+"""Recognise the columns of a file and convert them to times and floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal features: from bars to one row of numbers for every row of the panel, and the proof that none sees the future.
+"""Causal features: one row of numbers for every row of the panel, and a test that none of them leaks the future.
 
 A feature is a function that returns a Polars expression, registered under a name:
 

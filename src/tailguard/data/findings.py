@@ -1,4 +1,4 @@
-"""What the checks found: which bars offend, where they stand in the user's file, and what to do about it."""
+"""Results of the checks: the affected bars, their place in the user's file, and the remedy."""
 
 from __future__ import annotations
 

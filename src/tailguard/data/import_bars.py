@@ -1,4 +1,4 @@
-"""From files of any size to bars on disk: read in pieces, checked in pieces, written as mapped columns."""
+"""Import files of any size: read and checked in pieces, written as memory-mapped columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays on disk that are written once, row after row, and read by mapping: only the pages that are touched are loaded.
+"""Arrays on disk that are written once, row by row, and read by memory mapping: only accessed pages are loaded.
 
 A file holds the numbers and nothing else, little-endian, in C order. What they are (type, shape, SHA-256) stands in the
 manifest of the folder. There is nothing in such a file that a reader could be made to execute.

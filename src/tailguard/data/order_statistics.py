@@ -1,4 +1,4 @@
-"""Exact quantiles of more numbers than memory holds: read several times, in blocks, and counted.
+"""Exact quantiles of data larger than memory, by counting in several passes over blocks.
 
 Floating-point numbers, taken as integers with the sign bit turned round, sort like the numbers they are. A pass counts
 the next 16 bits of those that share the leading bits found so far; after four passes all 64 bits of the wanted order

@@ -1,4 +1,4 @@
-"""The arrays a market runs on: plain numpy, so that the numeric core needs no data-frame library."""
+"""The arrays of a market: plain numpy, so that the numeric core needs no data-frame library."""
 
 from __future__ import annotations
 

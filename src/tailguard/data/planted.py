@@ -1,4 +1,4 @@
-"""The best log-growth a trader could have reached who sees the planted state: a dynamic programme with costs.
+"""The optimal log-growth of a trader who sees the planted state: a dynamic programme with costs.
 
 The trader's state is (market state s, current weight w). A trade to the weight u costs `cost·|u − w|`, the next bar
 returns R with a law that depends on s, and the weight drifts to `u·(1 + R) / (1 + u·R)`. The optimal policy is a

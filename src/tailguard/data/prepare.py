@@ -1,4 +1,4 @@
-"""From bars to what an environment runs on: arrays, features, and the scaling they were given."""
+"""Prepare bars for an environment: arrays, features and their scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names features go by: what a feature is, and the decorator that registers one."""
+"""The registry of features and the decorator that registers one."""
 
 from __future__ import annotations
 

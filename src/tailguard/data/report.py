@@ -1,4 +1,4 @@
-"""A validation report in words: the table a user reads."""
+"""The validation report as a table for the terminal."""
 
 from __future__ import annotations
 

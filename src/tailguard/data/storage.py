@@ -1,4 +1,4 @@
-"""Writing bars so that a reader never meets half a file."""
+"""Write bars atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features of bars on disk, a window at a time: the same numbers as from the whole, without having it in memory."""
+"""Features of bars on disk, one window at a time: the same numbers as from all bars in memory."""
 
 from __future__ import annotations
 

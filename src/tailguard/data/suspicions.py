@@ -1,4 +1,4 @@
-"""Suspicions: bars that are possible and unlikely. They warn; the user decides. Each takes the rows of one symbol."""
+"""Suspicions: bars that are possible but unlikely, reported as warnings. Each check takes the rows of one symbol."""
 
 from __future__ import annotations
 

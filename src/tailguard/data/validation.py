@@ -1,4 +1,4 @@
-"""Can these bars be trusted? Every check over every symbol, as one report; nothing is repaired."""
+"""Run every check on every symbol and return one report; nothing is repaired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the volume column change its unit on the way, say from dollars to coins?
+"""Detect a change of the volume's unit within the data, such as from dollars to coins.
 
 A unit that changes shows as a jump in the level of volume: sudden (from one bar to the next), lasting and of orders of
 magnitude. Volume that grows over years is not the first, a busy day is not the second. Between quote and base units the

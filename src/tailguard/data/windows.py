@@ -1,4 +1,4 @@
-"""Where the parts of a split lie on a time axis of `count` bars: sizes, gaps and positions, nothing about markets."""
+"""Positions of the parts of a split on a time axis of `count` bars."""
 
 from __future__ import annotations
 

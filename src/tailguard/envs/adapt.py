@@ -1,4 +1,4 @@
-"""Any environment a user has, as the learner needs it: to train on, and to translate what `predict` is given."""
+"""Adapt any user environment to the learner, for training and for `predict`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner asks of an environment: N copies that step together, as tensors on one device."""
+"""The interface of an environment: N copies that step together, as tensors on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent must find again to see the same numbers: features, their scaling, and the rules of its episodes."""
+"""What an agent needs to see the same inputs again: features, their scaling, and the rules of its episodes."""
 
 from __future__ import annotations
 

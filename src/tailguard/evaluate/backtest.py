@@ -19,8 +19,8 @@ from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Policy
 from tailguard.evaluate.deciders import AgentDecider, ArrayDecider, Decider, FunctionDecider, Window, check_target
 from tailguard.market import MarketConfig, MarketState, build_market, step
+from tailguard.market.costs import COST_KINDS
 from tailguard.market.serial import SerialAccount, check_agreement
-from tailguard.market.simulator import COST_KINDS
 from tailguard.models.inference import PredictPolicy, StepPolicy
 from tailguard.monitor.progress import DelayedBar
 from tailguard.monitor.summary import html_table, one_line

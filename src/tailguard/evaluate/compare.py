@@ -149,7 +149,7 @@ def comparison_page(comparison: Comparison) -> str:
     results = {entry.name: entry.result for entry in comparison.entries}
     page.chart(
         equity_chart(results, falls=names, hidden=()),
-        "Equity of each agent on its own test period, net of all costs, and how far below its high it was.",
+        "Equity of each agent on its own test period, net of all costs, and its drawdown.",
     )
     page.table((*HEADINGS, AHEAD), [entry.row for entry in comparison.entries], caption="Test period, net of costs.")
     if comparison.differing:

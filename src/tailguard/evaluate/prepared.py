@@ -1,4 +1,4 @@
-"""Which settings of a run are worked into a prepared market, and so must be the same wherever it is used."""
+"""The settings of a run that are fixed in a prepared market and must be the same wherever it is used."""
 
 from __future__ import annotations
 

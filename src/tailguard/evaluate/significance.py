@@ -1,4 +1,4 @@
-"""How much of a good result is luck: the length of the record, its tails, and the number of trials it was chosen from.
+"""Statistical significance of a result, given the length of the record, its tails and the number of trials.
 
 Sharpe ratios here are per observation, not yearly, unless a name says otherwise.
 """

@@ -1,4 +1,4 @@
-"""Where an agent stands: beside its baselines, with intervals, and against its risk budget."""
+"""The agent compared with its baselines, with intervals, and with its risk budget."""
 
 from __future__ import annotations
 

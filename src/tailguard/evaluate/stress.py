@@ -1,4 +1,4 @@
-"""Would it survive? The same policy on the same bars, through the same market code, with one thing made worse."""
+"""Stress tests: the same policy on the same bars and market code, with one condition made worse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
 from tailguard.evaluate.baselines import Policy
 from tailguard.market import MarketConfig
+from tailguard.market.costs import COSTS
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 COST_FACTORS = (0.0, 1.0, 2.0, 3.0)
 NOISE_LEVELS = (0.1, 0.3)
-SCALED = ("fee", "half_spread", "impact", "funding_rate", "borrow_rate", "liquidation_fee")
-"""Settings that a cost factor multiplies."""
 
 
 class Scenario(NamedTuple):
@@ -33,7 +32,7 @@ class Scenario(NamedTuple):
 def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
     """All assumed costs times this factor. Funding rates observed in the bars are facts, like prices, and stay."""
     try:
-        return replace(config, **{name: factor * getattr(config, name) for name in SCALED})
+        return replace(config, **{cost.setting: factor * getattr(config, cost.setting) for cost in COSTS})
     except ConfigError as error:
         raise ConfigError(f"costs ×{factor:g}: {error}. Choose smaller cost factors") from error
 

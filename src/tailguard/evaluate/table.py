@@ -1,4 +1,4 @@
-"""The table a person reads after a run: the agent beside what it has to beat."""
+"""The result table of a run: the agent and its baselines."""
 
 from __future__ import annotations
 

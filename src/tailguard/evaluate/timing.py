@@ -1,4 +1,4 @@
-"""Timing: do the positions belong to the prices they met, or would other times have paid as well?"""
+"""Timing test: would the same positions at other times have earned as much?"""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def load_agent(folder: Path) -> DistributionalPPO:
     path = folder / "agent"
     if not path.is_dir():
         raise ConfigError(
-            f"{folder}: the run has no agent yet: its training has not come to an end. Go on with: "
+            f"{folder}: the run has no agent yet: its training has not finished. Resume it with: "
             f"tailguard train --resume {folder}"
         )
     return DistributionalPPO.load(path)

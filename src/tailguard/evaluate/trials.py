@@ -1,4 +1,4 @@
-"""How many trials a result was chosen from: a record beside the runs, one line for every training that was judged.
+"""The number of trials behind a result: a file next to the runs with one line for every evaluated training.
 
 The best of many trials looks good by luck alone, and nobody remembers the ones that were thrown away; so they are
 written down when their test period has been looked at. A trial is known by its bars and by the settings that decide

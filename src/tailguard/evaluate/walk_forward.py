@@ -1,4 +1,4 @@
-"""Walk forward: an agent a fold, trained on the past and tested on what follows, and all tests put together.
+"""Walk forward: one agent per fold, trained on the past and tested on what follows, and all tests combined.
 
 What one lucky test period hides, many in a row show.
 """

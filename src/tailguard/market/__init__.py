@@ -1,4 +1,4 @@
-"""The simulated market: target weights in, honest equity out. Batched over environments and assets, on any device."""
+"""Market simulator: target weights in, net equity out. Batched over environments and assets, on any device."""
 
 from tailguard.market.config import MarketConfig
 from tailguard.market.simulator import Transition, step

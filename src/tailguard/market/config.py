@@ -1,4 +1,4 @@
-"""What trading costs and how much may be risked."""
+"""Settings of costs, margin and account size."""
 
 from __future__ import annotations
 

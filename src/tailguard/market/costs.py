@@ -1,11 +1,37 @@
-"""What it costs to trade and to hold. Amounts are shares of the equity before the step, [N, A] or, summed, [N, 1]."""
+"""Costs of trading and holding. Amounts are shares of the equity before the step, [N, A] or, summed, [N, 1]."""
 
 from __future__ import annotations
+
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tailguard.market.tables import Market
+
+
+class Cost(NamedTuple):
+    """A kind of cost. The simulator's books, metrics, backtests and stress tests all follow the table below."""
+
+    kind: str
+    """Its name in the books, in metrics and in backtests."""
+    setting: str
+    """Field of `MarketConfig` that it is proportional to, which stress tests multiply."""
+    charged: Literal["order", "close", "liquidation"]
+    """With the order at the open, on the position at the bar's close, or when an account is liquidated."""
+
+
+COSTS = (
+    Cost("fee", "fee", "order"),
+    Cost("spread", "half_spread", "order"),
+    Cost("impact", "impact", "order"),
+    Cost("funding", "funding_rate", "close"),
+    Cost("borrow", "borrow_rate", "close"),
+    Cost("liquidation", "liquidation_fee", "liquidation"),
+)
+COST_KINDS = tuple(cost.kind for cost in COSTS)
+ORDER_COSTS = tuple(cost.kind for cost in COSTS if cost.charged == "order")
+CLOSE_COSTS = tuple(cost.kind for cost in COSTS if cost.charged == "close")
 
 
 def over_assets(values: Tensor) -> Tensor:

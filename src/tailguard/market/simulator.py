@@ -19,21 +19,29 @@ jump; the books of a liquidated account are constants to the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from tailguard.flags import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
-from tailguard.market.costs import borrow_cost, funding_cost, impact_cost, over_assets
+from tailguard.market.costs import (
+    CLOSE_COSTS,
+    COST_KINDS,
+    ORDER_COSTS,
+    borrow_cost,
+    funding_cost,
+    impact_cost,
+    over_assets,
+)
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Market, Rates
 
 NO_LIMIT = 1e12
 """Capacity, in starting capitals, that no order reaches. An infinite one would have an infinite slope in the equity."""
-
-COST_KINDS = ("fee", "spread", "impact", "funding", "borrow", "liquidation")
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,11 @@ class Transition:
         return {kind: getattr(self, kind) for kind in COST_KINDS}
 
 
+def total(amounts: Iterable[Tensor]) -> Tensor:
+    """Their sum, from left to right."""
+    return reduce(torch.add, amounts)
+
+
 def step(
     market: Market, state: MarketState, target: Tensor, hold: Tensor | None = None
 ) -> tuple[MarketState, Transition]:
@@ -94,18 +107,22 @@ def step(
     order = torch.clamp(wanted, -limit, limit)
     traded = order.abs()
     turnover = over_assets(traded)
-    fee = rates.fee * turnover
-    spread = rates.half_spread * turnover
-    impact = impact_cost(traded, equity, coefficient)
-    trading_cost = fee + spread + impact
+    order_costs = {
+        "fee": rates.fee * turnover,
+        "spread": rates.half_spread * turnover,
+        "impact": impact_cost(traded, equity, coefficient),
+    }
+    trading_cost = total(order_costs.values())
     filled = Account(opened.equity - trading_cost, opened.positions + order)
 
     gain = filled.positions * move
     value = filled.positions + gain
-    funding = funding_cost(value, funding_rate, market)
-    borrow = borrow_cost(filled.positions, filled.equity, market)
+    close_costs = {
+        "funding": funding_cost(value, funding_rate, market),
+        "borrow": borrow_cost(filled.positions, filled.equity, market),
+    }
     pnl = gap_pnl + over_assets(gain)
-    net = pnl - (trading_cost + funding + borrow)
+    net = pnl - total([trading_cost, *close_costs.values()])
     closed = Account(net + rates.one, value)
 
     # While this bound holds for all, nobody is liquidated; where it fails, the exact check decides.
@@ -114,11 +131,8 @@ def step(
     booked = {
         "net": net,
         "pnl": pnl,
-        "fee": fee,
-        "spread": spread,
-        "impact": impact,
-        "funding": funding,
-        "borrow": borrow,
+        **order_costs,
+        **close_costs,
         "liquidation": nothing,
         "shortfall": nothing,
         "turnover": turnover,
@@ -174,10 +188,10 @@ def _forced_closes(
         worst.detach(),
         rates,
     )
-    trade = ("fee", "spread", "impact", "turnover", "unfilled")
+    trade = (*ORDER_COSTS, "turnover", "unfilled")
     traded = {name: torch.where(at_open, nothing, booked[name]) for name in trade}
-    held = {name: torch.where(before_close, nothing, booked[name]) for name in ("funding", "borrow")}
-    costs = traded["fee"] + traded["spread"] + traded["impact"] + held["funding"] + held["borrow"]
+    held = {name: torch.where(before_close, nothing, booked[name]) for name in CLOSE_COSTS}
+    costs = total([*(traded[kind] for kind in ORDER_COSTS), *held.values()])
     return liquidated, {
         **traded,
         **held,

@@ -1,4 +1,4 @@
-"""What a step needs to know about a bar, worked out once in float64 and packed into one table for fast gathers."""
+"""The inputs of a market step for every bar, computed once in float64 and packed into one table for fast gathers."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class NetworkConfig:
     """The shape of the network."""
 
     hidden: tuple[int, ...] = (64,)
-    """Widths of the encoder's layers before the memory; empty: the memory reads the observation itself."""
+    """Widths of the encoder's layers before the memory; empty: the LSTM reads the observation directly."""
     activation: Activation = "tanh"
     """Non-linearity of the encoder: tanh, silu or relu."""
     memory: MemoryKind = "separate"
@@ -51,11 +51,11 @@ class NetworkConfig:
     std: Literal["global", "state"] = "global"
     """Continuous actions: one standard deviation for all states, or one that depends on the state."""
     log_std_init: float = 0.0
-    """Log of the first standard deviation, before squashing."""
+    """Log of the initial standard deviation, before squashing."""
     log_std_bounds: tuple[float, float] = (-5.0, 1.0)
-    """The log standard deviation stays inside."""
+    """Bounds of the log standard deviation."""
     critic: CriticKind = "quantile"
-    """Distribution learned beside the scalar value: quantile, categorical, or scalar for none."""
+    """Distribution learned in addition to the scalar value: quantile, categorical, or scalar for none."""
     quantiles: int = 32
     """Quantiles of the return that a distributional critic gives, at least 2."""
     atoms: int = 51
@@ -69,8 +69,8 @@ class NetworkConfig:
     twin_trunk: TwinTrunk = "shared"
     """Whether the second critic reads the first one's encoder and memory or has its own."""
     precision: Precision = "auto"
-    """Of the products in encoder and memory: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32
-    elsewhere. Cells, last layers, returns, advantages and losses are float32 in any case."""
+    """Precision of the matrix products in encoder and LSTM: float32, bfloat16, or auto, which is bfloat16 on a GPU
+    and float32 elsewhere. Cells, last layers, returns, advantages and losses are float32 in any case."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.hidden, tuple | list):

@@ -1,4 +1,4 @@
-"""What the policy and the critics remember: an LSTM, or nothing.
+"""Memory of the policy and the critics: an LSTM, or none.
 
 Acting uses `step`, one row of N environments at a time; learning uses `sequence`, a whole segment of T rows at once.
 Both give the same numbers, so the probability ratio of PPO is one before the first update. `episode_start` marks the

@@ -1,4 +1,4 @@
-"""The table of all figures that Stable-Baselines3's users know."""
+"""A table of all metrics in the style of Stable-Baselines3."""
 
 from __future__ import annotations
 

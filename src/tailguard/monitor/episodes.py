@@ -1,4 +1,4 @@
-"""Figures of finished episodes: their returns, lengths and what the environment said of them."""
+"""Metrics of finished episodes: returns, lengths and P&L."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alarms: what goes wrong quietly is said once, in words, with a way out, and counted from then on.
+"""Alarms: silent failures are reported once, with a remedy, and counted from then on.
 
 A rule looks at an iteration's figures, plain numbers by now, and returns a sentence if they are bad. It speaks up
 after so many bad iterations in a row. A new alarm is one entry in `RULES` and one section in docs/alarms.md.
@@ -62,7 +62,7 @@ def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     for name, norm in figures.items():
         if name.startswith("critic/grad_norm_") and norm < 1e-6 * whole:
             number = name.removeprefix("critic/grad_norm_")
-            return f"critic {number}'s gradient norm is {norm:.1e} of {whole:.1e} in all. It has stopped learning."
+            return f"critic {number}'s gradient norm is {norm:.1e} of {whole:.1e} in total. It has stopped learning."
     return None
 
 
@@ -81,10 +81,10 @@ def lstm_dead(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     for name, value in figures.items():
         layer = name.removeprefix("lstm/").removesuffix("_hidden_std")
         if name.startswith("lstm/") and name.endswith("_hidden_std") and value < 1e-4:
-            return f"the outputs of LSTM layer {layer} have a standard deviation of {value:.1e}: it carries nothing."
+            return f"the outputs of LSTM layer {layer} have a standard deviation of {value:.1e}: no information."
         layer = name.removeprefix("lstm/").removesuffix("_grad_norm")
         if name.startswith("lstm/") and name.endswith("_grad_norm") and value < 1e-7 * whole:
-            return f"the gradient norm of LSTM layer {layer} is {value:.1e} of {whole:.1e} in all: it does not learn."
+            return f"the gradient norm of LSTM layer {layer} is {value:.1e} of {whole:.1e} in total: it does not learn."
     return None
 
 
@@ -93,14 +93,14 @@ def lstm_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     for name, value in figures.items():
         if name.startswith("lstm/") and name.endswith("_saturated") and value > 0.5:
             layer = name.removeprefix("lstm/").removesuffix("_saturated")
-            return f"{100 * value:.0f} % of the outputs of LSTM layer {layer} are at their limits, where nothing moves."
+            return f"{100 * value:.0f} % of the outputs of LSTM layer {layer} are saturated, where gradients vanish."
     return None
 
 
 def ratio_clamped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """Log-ratios beyond the guard."""
     share = _value(figures, "train/log_ratio_clamped")
-    return f"{100 * share:.1f} % of the log-ratios had to be clamped." if share > 0.01 else None
+    return f"{100 * share:.1f} % of the log-ratios were clamped." if share > 0.01 else None
 
 
 def entropy_collapsed(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
@@ -108,14 +108,14 @@ def entropy_collapsed(figures: Figures, past: Past) -> str | None:  # noqa: ARG0
     if not _value(figures, "train/entropy_margin") < 0:
         return None
     entropy = _value(figures, "train/entropy")
-    return f"the policy's entropy is down to {entropy:.2f}: its actions are as good as deterministic."
+    return f"the policy's entropy is down to {entropy:.2f}: its actions are practically deterministic."
 
 
 def constant_advantages(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """Advantages without any signal."""
     if not _value(figures, "train/constant_advantages") > 0:
         return None
-    return "all advantages of a rollout were the same, so that the policy had nothing to learn from it."
+    return "all advantages of a rollout were equal, so the policy had nothing to learn from it."
 
 
 def gradient_exploding(figures: Figures, past: Past) -> str | None:
@@ -195,7 +195,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "critic_imbalanced",
         critic_imbalanced,
-        "one critic's trunk is dead, or its scale is off. Try network.twin_trunk=shared, or one critic.",
+        "one critic's trunk is dead, or its scale is wrong. Try network.twin_trunk=shared, or one critic.",
     ),
     Rule(
         "lstm_dead",
@@ -227,7 +227,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gradient_exploding",
         gradient_exploding,
-        "an outlier in the data or a learning rate at the edge. Look at data/*; lower ppo.learning_rate.",
+        "an outlier in the data, or too large a learning rate. Check data/*; lower ppo.learning_rate.",
         patience=1,
         after=5,
     ),
@@ -248,7 +248,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "never_trades",
         never_trades,
-        "costs that eat every gain, or a risk budget that is too tight. Compare the reward with and without costs.",
+        "costs that exceed every gain, or a risk budget that is too tight. Compare the reward with and without costs.",
     ),
     Rule(
         "always_flips",

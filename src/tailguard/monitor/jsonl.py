@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: figures for programs to read."""
+"""`metrics.jsonl`: machine-readable metrics."""
 
 from __future__ import annotations
 

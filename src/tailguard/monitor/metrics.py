@@ -1,4 +1,4 @@
-"""The figures of an iteration. A new one is one line in one of the tables below.
+"""The metrics of an iteration. A new one is one line in one of the tables below.
 
 Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
 waiting; the learner reads all figures together, once.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tailguard.market.costs import COST_KINDS
 from tailguard.models.critics import QuantileCritic
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ SATURATED = 0.95
 """An LSTM's output this near to ±1 has next to no slope left."""
 FAN = (0.05, 0.25, 0.5, 0.75, 0.95)
 """Levels of the return's distribution that are shown over time."""
-COSTS = ("fee", "spread", "impact", "funding", "borrow", "liquidation")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
 MARKET: Mapping[str, Callable[[Snapshot, Mapping[str, Tensor]], Tensor]] = {
     "data/turnover": lambda found, outcome: found.mean(outcome["turnover"]),
     "data/unfilled": lambda found, outcome: found.mean(outcome["unfilled"]),
-    **{f"data/{kind}": partial(cost_of, kind=kind) for kind in COSTS},
+    **{f"data/{kind}": partial(cost_of, kind=kind) for kind in COST_KINDS},
     "data/nonfinite_costs": lambda found, outcome: found.share(~outcome["finite"]),
     "data/exposure": lambda found, outcome: found.mean(outcome["weights"].abs().sum(-1)),
     "data/shielded": lambda found, outcome: found.share(outcome["shielded"]),
@@ -180,7 +180,7 @@ def iteration_figures(found: Snapshot, detailed: bool = True) -> dict[str, Tenso
 
 
 class GradientNorms:
-    """Norms of the gradient of parts of the network: the root of summed squares, each parameter once (LEDGER F19).
+    """Norms of the gradient of parts of the network: the root of summed squares, each parameter once.
 
     One pass over the parameters gives the norm of each; a product with a 0/1 matrix sums their squares by group.
     """

@@ -1,4 +1,4 @@
-"""What all writers share: which figures and alarms are new, and when to write them."""
+"""The base of all writers: which metrics and alarms are new, and when to write them."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TailguardError(
-            f"{name}: {value!r} was recorded as a figure and is not a number; record numbers only"
+            f"{name}: {value!r} was recorded as a metric and is not a number; record numbers only"
         ) from None

@@ -1,4 +1,4 @@
-"""Experiment trackers, for those who have one: MLflow and Weights & Biases."""
+"""Experiment trackers: MLflow and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an iteration's figures go: one callback a place, to be given to `learn`."""
+"""Writers of metrics: callbacks to be passed to `learn`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the optimisers' extras."""
+"""Settings of UPGD and variance gradient scaling."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class UPGDConfig:
     """Gates and perturbations of upgd, adaptive_upgd and upgdw; the other optimisers have none."""
 
     beta_utility: float = 0.999
-    """Share of the utility's running average that is kept at a step, 0 to below 1; 0.999 remembers about 1,000."""
+    """Share of the utility's running average kept at each step, 0 to below 1; 0.999 averages about 1,000 steps."""
     sigma: float = 0.001
     """Standard deviation of the perturbation, in units of the gradient (upgd) or of Adam's direction (the others)."""
     step_factor: Literal[1, 2] = 2
-    """2 lets a weight of no utility move as without a gate; 1 is the formula of the paper's experiments."""
+    """2 lets a weight without utility move as without a gate; 1 is the formula of the paper's experiments."""
     normalisation: Normalisation = "max"
-    """max divides utilities by the largest one (the paper); minmax spreads the gates whatever the signs."""
+    """max divides utilities by the largest one (the paper); minmax spreads the gates regardless of signs."""
 
     def __post_init__(self) -> None:
         check_range("upgd.beta_utility", self.beta_utility, low=0, high=1, high_open=True)
@@ -38,11 +38,11 @@ class VGSConfig:
     """Variance gradient scaling: shorter steps where gradients are mostly noise."""
 
     enabled: bool = False
-    """Whether steps are scaled at all."""
+    """Whether steps are scaled."""
     alpha: float = 1.0
     """Weight of the noise in the factor 1 / (1 + α·NSR); 1 is optimal for plain descent, 0 to 10."""
     beta: float = 0.99
-    """Share of the gradients' running averages that is kept at a step; 0.99 remembers about 100 steps."""
+    """Share of the gradients' running averages kept at each step; 0.99 averages about 100 steps."""
     min_scale: float = 0.1
     """Lowest factor, above 0 to 1."""
     max_nsr: float = 1e4

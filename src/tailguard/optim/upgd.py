@@ -1,4 +1,4 @@
-"""UPGD: descent that holds useful weights still and shakes the others (Elsayed & Mahmood, ICLR 2024).
+"""UPGD: descent that protects useful weights and perturbs the others (Elsayed & Mahmood, ICLR 2024).
 
 `UPGD` gates the gradient, `AdaptiveUPGD` Adam's direction, `UPGDW` all that AdamW does. They differ in nothing else:
 utilities, gates and perturbations are those of `tailguard.optim.utility`.

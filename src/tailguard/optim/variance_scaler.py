@@ -1,4 +1,4 @@
-"""Shorter steps where the gradient is mostly noise.
+"""Variance gradient scaling: smaller steps where the gradient is mostly noise.
 
 For a gradient with mean μ and variance σ² per element, the step that gains most on a quadratic is 1 / (1 + NSR) of the
 noise-free one, where NSR = Σσ² / Σμ² over the elements: the noise-to-signal ratio, which is McCandlish et al.'s "simple

@@ -1,4 +1,4 @@
-"""What the learner aims at: advantages, λ-returns, distributional targets, and their scales."""
+"""Learning targets: advantages, λ-returns, distributional targets, and their scales."""
 
 from tailguard.returns.distributional import draw_continuations, sr_lambda_targets
 from tailguard.returns.gae import gae, lambda_returns

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (Schulman et al. 2016), with terminated and truncated episodes told apart."""
+"""Generalised advantage estimation (Schulman et al. 2016), with terminated and truncated episodes distinguished."""
 
 from __future__ import annotations
 

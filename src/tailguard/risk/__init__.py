@@ -1,4 +1,4 @@
-"""Tail risk: estimators of CVaR and VaR, and a budget that a policy keeps."""
+"""Tail risk: estimators of CVaR and VaR, and a risk budget for the policy."""
 
 from tailguard.risk.config import RiskConfig
 from tailguard.risk.constraint import CVaRConstraint

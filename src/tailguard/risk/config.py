@@ -13,7 +13,7 @@ from tailguard.validate import check_choice, check_count, check_range
 RiskMeasure = Literal["episode", "drawdown", "bar"]
 
 TAIL_EPISODES = 20
-"""Outcomes that must lie in the tail before its mean says anything: their error is then about a fifth of the excess."""
+"""Outcomes needed in the tail for a useful mean: its error is then about a fifth of the excess."""
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,27 @@ class RiskConfig:
     """A budget for the tail: the mean of the worst share of outcomes may not be lower than a limit."""
 
     limit: float | None = None
-    """Lowest CVaR allowed, as a fraction of equity: -0.04 lets the worst share of episodes lose 4 % on average; none:
+    """Lowest CVaR allowed, as a fraction of equity: -0.04 lets the worst share of episodes lose 4 % on average; null:
     no budget."""
     alpha: float = 0.05
     """The worst share of outcomes, above 0 to 0.5."""
     measure: RiskMeasure = "episode"
-    """episode: P&L from start to end; drawdown: its deepest fall from a peak; bar: net return of each bar."""
+    """episode: P&L from start to end; drawdown: its maximum drawdown; bar: net return of each bar."""
     penalty: float = 0.0
     """Instead of a limit: maximise the mean minus this many times the expected loss of the tail; 0 is off."""
     window: int = 0
     """Outcomes on which the tail is measured; 0: those of the last 4 rollouts, and enough for 20 in the tail."""
     margin: float = 0.05
-    """Aim so much inside the limit, because the measured tail has an error, 0 to 0.5."""
+    """Safety margin inside the limit, as a share of it, because the measured tail has an error, 0 to 0.5."""
     kp: float = 0.5
-    """Immediate answer of the price of risk λ to a relative violation, 0 to 5."""
+    """Proportional gain of the Lagrange multiplier λ on the relative violation, 0 to 5."""
     ki: float = 0.02
-    """What a relative violation adds to λ for good, per rollout, 0 to 1."""
+    """Integral gain of λ on the relative violation, per rollout, 0 to 1."""
     lambda_max: float = 10.0
-    """Highest price of risk; a run that stays there has a limit it cannot keep."""
+    """Cap of λ; a run that stays there cannot keep its limit."""
     cost_lambda: float = 0.5
-    """λ of the cost's advantages, 0 to 1; they are not discounted, and a bar's own part is charged at once, so that a
-    low one suffices and is less noisy."""
+    """λ of the cost's advantages, 0 to 1; they are not discounted. Each bar's share is charged at once, so that a
+    low value is enough and less noisy."""
     critic_hidden: tuple[int, ...] = (64,)
     """Widths of the layers of the cost critic."""
     critic_learning_rate: float = 1e-3
@@ -66,7 +66,7 @@ class RiskConfig:
         if self.limit is not None:
             _check_limit(self.limit)
         if self.limit is not None and self.penalty > 0:
-            raise ConfigError("risk.penalty: with a limit the price of risk is found by itself; give one of the two")
+            raise ConfigError("risk.penalty: with a limit the Lagrange multiplier is learned; give one of the two")
         if self.window and self.window < self.needed:
             raise ConfigError(
                 f"risk: a {100 * self.alpha:g} % tail over a window of {self.window} outcomes has "

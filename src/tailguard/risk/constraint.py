@@ -1,4 +1,4 @@
-"""A CVaR budget as a price on losses in the tail, moved by what really happened.
+"""A CVaR constraint with a Lagrange multiplier that follows realised outcomes.
 
     max E[R]  subject to  ES_α(L) ≤ d,   L = −(an episode's P&L as a fraction of its first equity)
 

@@ -1,4 +1,4 @@
-"""What an episode is expected to cost from here on: a baseline that makes the tail's gradient less noisy."""
+"""The cost critic: expected remaining cost of an episode, a baseline that reduces the noise of the tail's gradient."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Runs: from a config to a trained agent in a folder, with the figures of what it does on bars it never saw."""
+"""Runs: from a config to a trained agent in a folder, with its out-of-sample results."""

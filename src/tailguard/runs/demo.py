@@ -1,4 +1,4 @@
-"""The demo: a market with a planted signal, an agent that has to find it, and the truth beside the result."""
+"""The demo: an agent on a market with a planted signal, compared with the known optimum."""
 
 from __future__ import annotations
 

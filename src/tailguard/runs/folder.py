@@ -1,4 +1,4 @@
-"""A run's folder: who may write in it, what it was begun with, and figures that end where its checkpoint does."""
+"""A run's folder: its lock, its settings, and metrics that end where its checkpoint does."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class RunFolder:
     def config(self) -> RunConfig:
         """The settings that the run was begun with."""
         if (self.path / PLAN).is_file():
-            raise ConfigError(
-                f"{self.path}: a walk forward; to go on with it, give the command that began it once more"
-            )
+            raise ConfigError(f"{self.path}: a walk forward; to resume it, repeat the command that started it")
         if not self.holds_a_run():
             raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
         return load_config(self.config_path)

@@ -1,4 +1,4 @@
-"""One run: bars, split, training, and an honest look at the test period."""
+"""One run: bars, split, training, and the evaluation on the test period."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for an orderly end, the second ends at once."""
+"""Ctrl-C and SIGTERM: the first stops in order, the second at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training that can be stopped at any moment: from the newest checkpoint to the agent at the end."""
+"""Training that can be interrupted at any moment: from the newest checkpoint to the final agent."""
 
 from __future__ import annotations
 

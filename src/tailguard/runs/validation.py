@@ -1,4 +1,4 @@
-"""A quick, deterministic score on the validation part, to tell a run's checkpoints apart."""
+"""A quick, deterministic score on the validation part, to rank a run's checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A walk forward on disk: an agent a fold and seed, each with checkpoints of its own.
+"""A walk forward on disk: one agent per fold and seed, each with its own checkpoints.
 
 A fold that is finished stays and is not trained again; one that was interrupted goes on from its newest checkpoint.
 """

@@ -1,4 +1,4 @@
-"""The report: what a run did on bars it never saw, on one page that needs nothing but a browser."""
+"""The report: out-of-sample results of a run as one self-contained HTML page."""
 
 from __future__ import annotations
 

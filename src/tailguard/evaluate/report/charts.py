@@ -75,7 +75,7 @@ def equity_chart(
     logarithmic = lowest > 0 and highest / lowest > LOG_RATIO
     title = "equity, start = 1" + (", log scale" if logarithmic else "")
     chart.update_yaxes(title_text=title, type="log" if logarithmic else "linear", row=1, col=1)
-    chart.update_yaxes(title_text="below its high, %", row=2, col=1)
+    chart.update_yaxes(title_text="drawdown, %", row=2, col=1)
     if logarithmic:
         chart.update_yaxes(dtick="D2" if highest / lowest < 300 else 1, row=1, col=1)
     return dress(chart, 560)
@@ -119,7 +119,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: R
             hoverinfo="skip",
         )
     windows = window_in_words(horizon, own.bars_per_year)
-    chart.update_xaxes(title_text=f"{'deepest fall within' if falls else 'return over'} {windows}, %")
+    chart.update_xaxes(title_text=f"{'maximum drawdown within' if falls else 'return over'} {windows}, %")
     chart.update_yaxes(title_text="share of windows, %")
     return chart
 
@@ -260,7 +260,7 @@ def pit_chart(found: Calibration) -> go.Figure:
     chart.add_bar(x=middles, y=100 * found.histogram, marker_color=BLUE, hovertemplate="%{y:.1f} %<extra></extra>")
     chart.add_hline(y=100 / bins, line={"color": VERMILLION, "dash": "dash", "width": 2})
     chart.update_layout(showlegend=False)
-    chart.update_xaxes(title_text="place of the outcome in its prediction, %")
+    chart.update_xaxes(title_text="rank of the outcome in its prediction, %")
     chart.update_yaxes(title_text="share of outcomes, %")
     return chart
 

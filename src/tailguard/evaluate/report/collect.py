@@ -1,4 +1,4 @@
-"""Everything that a report shows about a run, worked out once and kept in one place."""
+"""Everything that a report shows about a run, computed once."""
 
 from __future__ import annotations
 

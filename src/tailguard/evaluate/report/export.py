@@ -1,4 +1,4 @@
-"""A page as a PDF or a picture, by a browser that is there already: the charts are drawn by its own scripts."""
+"""Export a page as PDF or PNG with an installed browser, which draws the charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a report, in the order in which a sceptic thinks."""
+"""The sections of a report, in the order of a sceptical reader's questions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECTIONS = {
     "stress": "Would it survive?",
     "behaviour": "What does it do?",
     "training": "How was it trained?",
-    "repeat": "How to repeat it",
+    "repeat": "How to reproduce it",
 }
 MOODS = {
     Judgement.SKILL: "good",
@@ -33,7 +33,7 @@ MOODS = {
     Judgement.RUIN: "bad",
 }
 RESULTS_CAPTION = (
-    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; small p: hardly by chance."
+    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; a small p means hardly by chance."
 )
 SHOWN_ASSETS = 4
 """Assets with a chart of their own."""
@@ -76,7 +76,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
     page.heading("equity", SECTIONS["equity"])
     page.chart(
         charts.equity_chart(evidence.results),
-        "Equity on the test period, net of all costs, and how far below its high it was. The agent never saw these "
+        "Equity on the test period, net of all costs, and its drawdown. The agent never saw these "
         "bars. Click a name to hide or show a line.",
     )
     how_long, grown = growth_column(evidence.results)
@@ -165,7 +165,7 @@ def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
         ("part", "period", "growth", "Sharpe", "deepest fall"),
         rows,
         own="test",
-        caption="The agent where checkpoints were scored, and where nothing was chosen.",
+        caption="The agent on the validation part, where checkpoints were scored, and on the test part.",
     )
 
 
@@ -175,7 +175,7 @@ def _risk(page: Page, evidence: Evidence) -> None:
     if evidence.budget is not None:
         page.paragraph(budget_in_words(evidence.budget, own.bars_per_year))
         page.paragraph(
-            f"That rests on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
+            f"This is based on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
         )
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
@@ -184,8 +184,8 @@ def _risk(page: Page, evidence: Evidence) -> None:
     windows = window_in_words(horizon, own.bars_per_year)
     page.chart(
         charts.returns_chart(evidence.results, horizon, evidence.budget),
-        f"{'Deepest falls from a high within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the "
-        "threshold of the worst windows, CVaR the mean beyond it.",
+        f"{'Maximum drawdowns within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the threshold "
+        "of the tail, CVaR the mean beyond it.",
     )
     rolling = charts.rolling_chart(evidence.results)
     if rolling is not None:
@@ -214,15 +214,15 @@ def _foreseen(page: Page, evidence: Evidence) -> None:
     if found is None:
         return
     lowest, *_, highest = (100 * float(share_in_bin) for share_in_bin in found.histogram)
-    agree = "agree as well as chance would have it" if found.p_value > 0.05 else "do not agree"
-    page.add("<h3>Did the critics see it coming?</h3>")
+    agree = "agree within chance" if found.p_value > 0.05 else "do not agree"
+    page.add("<h3>Were the predictions calibrated?</h3>")
     page.paragraph(
         f"Predicted and realised returns {agree} ({p_value(found.p_value)}; the outcomes are worth "
         f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions "
         f"held {lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
     )
     page.add('<div class="columns">')
-    page.chart(charts.pit_chart(found), "Where outcomes fell in their predictions: even where those are right.")
+    page.chart(charts.pit_chart(found), "Rank of outcomes in their predictions: flat if those are right.")
     page.chart(charts.coverage_chart(found), "Below the diagonal at the left: losses were expected that did not come.")
     page.add("</div>")
     page.paragraph(
@@ -291,10 +291,10 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
             ("exposure, net", percent(figures["net_exposure"])),
             ("turnover a day, of equity", percent(figures["turnover_per_day"], sign=False)),
             ("unfilled a day, of equity", percent(figures["unfilled_per_day"], sign=False)),
-            ("bars at which the shield held back", percent(figures["shielded"], sign=False)),
+            ("bars at which the shield acted", percent(figures["shielded"], sign=False)),
             ("bars with a gain", percent(figures["hit_rate"], sign=False)),
             ("profit factor", number(figures["profit_factor"])),
-            ("longest time below a high", f"{figures['longest_drawdown_days']:,.0f} days"),
+            ("longest time below a peak", f"{figures['longest_drawdown_days']:,.0f} days"),
         ],
     )
     page.table(
@@ -355,7 +355,7 @@ def _training(page: Page, evidence: Evidence) -> None:
             for alarm in evidence.alarms
         )
     else:
-        page.paragraph("No alarm went off.")
+        page.paragraph("No alarm was raised.")
     page.add('<div class="grid">')
     for title, chart in training_charts(evidence.training, evidence.alarms).items():
         page.chart(chart, "", title)

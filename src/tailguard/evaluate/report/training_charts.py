@@ -1,4 +1,4 @@
-"""Small charts of how an agent was trained, one for each figure that matters, with its alarms."""
+"""Small charts of the training, one for each main metric, with alarms."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CURVES = {
     "rollout/ep_rew_mean": ("reward of an episode", 1.0),
     "eval/growth": ("validation: log-growth a year", 1.0),
     "risk/cvar_realised": ("realised CVaR of episodes, %", 100.0),
-    "risk/lambda": ("price of risk λ", 1.0),
-    "risk/calibration": ("predicted and realised returns apart, 0 to 1", 1.0),
+    "risk/lambda": ("Lagrange multiplier λ", 1.0),
+    "risk/calibration": ("distance of predicted and realised returns, 0 to 1", 1.0),
     "train/explained_variance": ("explained variance", 1.0),
     "train/approx_kl": ("approximate KL of an update", 1.0),
     "train/entropy": ("entropy of the policy", 1.0),

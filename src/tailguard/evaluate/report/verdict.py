@@ -78,7 +78,7 @@ def _outcome(evidence: Evidence) -> str:
     ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
     return (
         f"Over {years_in_words(evidence.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
-        f"costs, with a deepest fall of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
+        f"costs, with a maximum drawdown of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
         f"{growth_of(held, 'in all')} with {percent(-held.metrics['max_drawdown'], sign=False)}.{ruin}"
     )
 
@@ -107,7 +107,8 @@ def _luck(evidence: Evidence, judgement: Judgement) -> str:
 def _needed(needed: float, years: float) -> str:
     if needed <= years:
         return ""
-    return f" A ratio like this takes {years_in_words(needed)} to tell from zero; there are {years_in_words(years)}."
+    shown = years_in_words(needed), years_in_words(years)
+    return f" A ratio like this takes {shown[0]} to distinguish from zero; there are {shown[1]}."
 
 
 def _against_holding(evidence: Evidence) -> list[str]:
@@ -133,7 +134,7 @@ def ratio_against(difference: Interval, other: str) -> str:
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
     """The budget, what was realised, and what that says."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
-    did = "made" if budget.outcome == "return" else "had a deepest fall from their high of"
+    did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
     found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
     found += percent(budget.cvar.high)
     ends = {
@@ -174,7 +175,7 @@ def _known_optimum(evidence: Evidence) -> list[str]:
             f"It captures {100 * evidence.captured:.0f} % of the log-growth that the planted signal allows."
         )
     if evidence.synthetic:
-        sentences.append("The market is synthetic: no real one is like it.")
+        sentences.append("The market is synthetic; real markets differ.")
     return sentences
 
 
