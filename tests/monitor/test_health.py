@@ -367,3 +367,22 @@ def test_every_alarm_has_its_place_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (\S+)$", text, re.MULTILINE)
     assert headings == [rule.name.replace("_", "-") for rule in (*RULES, CONSTANT_EVALUATION)]
+
+
+def test_an_agent_that_has_stopped_learning_says_so() -> None:
+    """Every observation of one environment is NaN: all rollouts are skipped, and after three of them it is said."""
+
+    class Blind(Constant):
+        def observe(self) -> Tensor:
+            found = super().observe()
+            found[2] = torch.nan
+            return found
+
+    learner = DistributionalPPO(Blind(growth=1.001), **(SMALL | {"on_nonfinite": "skip"}))
+    run(learner, 2)
+    assert "learning_stopped" not in raised(learner)
+    metrics = run(learner, 2)
+    (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "learning_stopped"]
+    assert "no update was made" in alarm.what
+    assert metrics["warn/learning_stopped"] == 2
+    assert metrics["warn/skipped_nonfinite"] == 4

@@ -95,7 +95,7 @@ class PPOConfig:
     """Log-ratios beyond this are clamped, and counted."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do with a number that is not finite: stop the run and name it, or skip and count. A log-ratio, loss or
-    gradient costs its minibatch, a reward or observation its rollout."""
+    gradient costs its minibatch; a reward, observation, measured outcome or estimate its rollout."""
     normalise_observations: bool = True
     """Scale observations by running statistics, updated between rollouts only."""
     observation_clip: float = 10.0

@@ -19,6 +19,7 @@ from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import Estimates, estimate, first_returns, look
 from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
 from tailguard.algorithm.nonfinite import (
+    check_estimates,
     check_rollout,
     finite_inputs,
     not_finite_in_graph,
@@ -240,6 +241,7 @@ class DistributionalPPO:
         rollout = runtime.run("collect", self._collect)
         usable = check_rollout(rollout, self) if runtime.looks else True
         prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
+        usable = prepared.batch is not None
         if usable:
             batch = self._extend(rollout, prepared)
             self.updates.run(batch, rollout.inner_resets)
@@ -316,6 +318,8 @@ class DistributionalPPO:
         estimates = estimate(views, rollout, config.estimates, self.generator)
         if rollout.hindsight is not None:
             estimates = replace(estimates, advantages=rollout.hindsight.advantages(config.gamma))
+        if usable and self.runtime.looks:
+            usable = check_estimates(estimates, rollout.valid, self)
         if not usable:
             return Prepared(estimates, None, {})
         raw, figures = estimates.advantages, dict[str, Tensor]()
@@ -350,6 +354,7 @@ class DistributionalPPO:
         carry, config = self.state.carry, self.config
         assert carry is not None
         figures = dict(prepared.figures)
+        figures["data/memory_resets"] = rollout.memory_resets
         if usable:
             figures |= self.updates.figures()
             if config.normalise_observations:

@@ -75,6 +75,8 @@ class Rollout:
     """Memory of every trunk before the first row."""
     outcome: dict[str, Tensor]
     """What the environment said of each step, [T, N] each."""
+    memory_resets: Tensor
+    """Environments whose memory was not finite before the first row and was cleared, []."""
     hindsight: Hindsight | None = None
     """What the mean actions would have brought, where advantages are made of it."""
 
@@ -95,8 +97,12 @@ Acted = tuple[Tensor, Tensor, Tensor]
 def act(
     agent: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, chance: Tensor
 ) -> tuple[Acted, MemoryState]:
-    """Look at one row and choose."""
-    scaled = scale(obs)
+    """Look at one row and choose.
+
+    A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
+    nor environment may be spoilt by it for longer.
+    """
+    scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     parameters, memory = agent.act(scaled, memory, start)
     return (scaled, parameters, agent.action_head.pick(parameters, chance)), memory
 
@@ -118,6 +124,18 @@ def act_and_step(
     return acted, memory, env_state, step
 
 
+def finite_memory(state: AgentState) -> tuple[AgentState, Tensor]:
+    """The memories, each cleared for the environments where it is not finite, and these environments, [N] or [] bool."""
+    trunks, broken = [], torch.zeros((), dtype=torch.bool)
+    for trunk in state:
+        for part in trunk:
+            bad = ~part.isfinite().all(-1).all(0)
+            trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)  # noqa: PLW2901
+            broken = bad | broken.to(bad.device)
+        trunks.append(trunk)
+    return tuple(trunks), broken
+
+
 @torch.no_grad()
 def collect(
     agent: ActorCritic,
@@ -135,7 +153,8 @@ def collect(
     `track`: filled with the states of such an environment.
     """
     head = agent.action_head
-    obs, start, memory = carry.obs, carry.episode_start, carry.state[0]
+    start_state, broken = finite_memory(carry.state)
+    obs, start, memory = carry.obs, carry.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
         name: []
         for name in ("obs", "scaled", "start", "action", "parameter", "reward", "terminated", "truncated", "valid")
@@ -182,8 +201,8 @@ def collect(
         final_rows=tuple(final_rows),
         final_obs=torch.stack(final_obs),
         scale=scale,
-        # Copies: where a rollout is recorded, the memories go on in the same storage.
-        start_state=tuple(tuple(part.clone() for part in trunk) for trunk in carry.state),
+        start_state=start_state,
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
+        memory_resets=broken.sum(),
     )
-    return rollout, Carry(obs, start, (memory, *carry.state[1:]))
+    return rollout, Carry(obs, start, (memory, *start_state[1:]))

@@ -56,7 +56,14 @@ def _value(figures: Figures, name: str) -> float:
     return figures.get(name, math.nan)
 
 
-def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
+def learning_stopped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
+    """An iteration without a single optimiser step."""
+    if _value(figures, "train/n_updates") > 0:
+        return None
+    return "no update was made in this iteration and in those before it: the agent has stopped learning."
+
+
+def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """A critic whose gradient is a millionth of the whole."""
     whole = _value(figures, "train/grad_norm")
     for name, norm in figures.items():
@@ -187,6 +194,13 @@ def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG0
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "learning_stopped",
+        learning_stopped,
+        "numbers that are not finite in every rollout or minibatch (warn/skipped_nonfinite). Set ppo.on_nonfinite=stop "
+        "to have the first one named.",
+        patience=3,
+    ),
     Rule(
         "critic_vanished",
         critic_vanished,

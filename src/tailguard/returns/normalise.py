@@ -83,12 +83,16 @@ class RunningMoments:
 
     @torch.no_grad()
     def update(self, batch: Tensor, mask: Tensor | None = None) -> MomentsChange:
-        """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983); rows where mask [...] is False do not count."""
+        """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983).
+
+        Rows where mask [...] is False do not count, nor do rows that hold a number that is not finite.
+        """
         self.started = True
         rows = batch.reshape(-1, *self.mean.shape)
-        if mask is None:
-            mask = torch.ones(rows.shape[0], dtype=torch.bool, device=batch.device)
-        batch_count, batch_mean, batch_squares = _moments(rows, mask.reshape(-1, *[1] * self.mean.dim()))
+        counted = rows.isfinite().flatten(1).all(-1) if self.mean.dim() else rows.isfinite()
+        if mask is not None:
+            counted = counted & mask.reshape(-1)
+        batch_count, batch_mean, batch_squares = _moments(rows, counted.reshape(-1, *[1] * self.mean.dim()))
         batch_count = batch_count.reshape(())
 
         first = self.count == 0.0
