@@ -84,7 +84,7 @@ def check_estimates(estimates: Estimates, valid: Tensor, learner: Distributional
         raise NonFiniteError(
             f"step {learner.num_timesteps:,}: the {name} of environment {environment} is "
             f"{float(values[row, environment])} at row {row} of the rollout, though rewards and observations are "
-            "finite: the critic has diverged. Go on from the last checkpoint with a lower learning rate or max_grad_norm"
+            "finite: the critic has diverged. Go on from the last checkpoint with a lower learning_rate"
         )
     return True
 

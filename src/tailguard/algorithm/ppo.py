@@ -28,7 +28,13 @@ from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_
 from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout, act_and_step, collect
 from tailguard.algorithm.runtime import Runtime
-from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
+from tailguard.algorithm.scale import (
+    SUPPORT_DRIFT_LIMIT,
+    lay_supports,
+    move_return_scale,
+    return_spread,
+    support_drift,
+)
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.tally import Figures
@@ -54,6 +60,7 @@ if TYPE_CHECKING:
     from tailguard.envs.spec import TradingSpec
 
 SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
+RETURNS_VARY = "returns_vary"
 """Keys of what the learner itself reads among the figures."""
 
 
@@ -240,7 +247,8 @@ class DistributionalPPO:
         self.set_hyper()
         rollout = runtime.run("collect", self._collect)
         usable = check_rollout(rollout, self) if runtime.looks else True
-        prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
+        scaled = self.return_moments.started
+        prepared = runtime.run(("prepare", usable, scaled), lambda: self._prepare(rollout, usable))
         usable = prepared.batch is not None
         if usable:
             batch = self._extend(rollout, prepared)
@@ -312,6 +320,8 @@ class DistributionalPPO:
         config, moments, carry = self.config, self.return_moments, self.state.carry
         assert carry is not None
         if usable and not moments.started:
+            # Returns that never vary have no scale. The first that do set it, and not what an untrained critic said.
+            moments.clear()
             moments.update(first_returns(rollout, config.gamma), rollout.valid)
         views, memory = look(self.agent, rollout, moments, config.estimates)
         self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
@@ -326,7 +336,7 @@ class DistributionalPPO:
         if self.risk is not None:
             raw, figures = self.risk.advantages(rollout, estimates)
         advantages, degenerate = normalise_advantages(raw, rollout.valid, config.normalise_advantages)
-        change = moments.update(estimates.value_targets, rollout.valid)
+        change = moments.update(estimates.value_targets, rollout.valid & moments.varies)
         move_return_scale(self.agent, self.optimizer, change, self.scaler)
         batch = make_batch(self.agent, rollout, estimates, advantages, moments)
         figures |= {
@@ -334,7 +344,14 @@ class DistributionalPPO:
             "critic/return_std": moments.std.clone(),
             "critic/return_std_drift": change.std_ratio,
             "train/constant_advantages": degenerate.sum(),
+            RETURNS_VARY: moments.varies,
         }
+        if estimates.distribution_targets is not None:
+            spread = return_spread(estimates.distribution_targets, rollout.valid, moments)
+            figures["critic/return_spread"] = spread
+            drift = support_drift(self.agent, spread)
+            if drift is not None:
+                figures[SUPPORT_DRIFT] = drift
         return Prepared(estimates, batch, figures)
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
@@ -367,9 +384,6 @@ class DistributionalPPO:
         if "pnl" in rollout.outcome:
             figures["rollout/ep_pnl_mean"] = episodes["pnl"]
         figures |= iteration_figures(prepared.snapshot(self.agent, rollout, carry), detailed=config.monitor)
-        drift = support_drift(self.agent)
-        if drift is not None:
-            figures[SUPPORT_DRIFT] = drift
         if not self.runtime.looks:
             figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.updates.all_finite
         return Figures.of(figures)
@@ -377,6 +391,7 @@ class DistributionalPPO:
     def _read(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
         report = figures.read()
+        self.return_moments.started = bool(report.pop(RETURNS_VARY, self.return_moments.started))
         if not report.pop(ROLLOUT_FINITE, 1.0):
             check_rollout(rollout, self)
         if not report.pop(UPDATES_FINITE, 1.0):
@@ -388,7 +403,9 @@ class DistributionalPPO:
         state, config = self.state, self.config
         if SUPPORT_DRIFT in report:
             drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
-            report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
+            spread = report["critic/return_spread"]
+            relaid = lay_supports(self.agent, self.optimizer, self.scaler, spread) if drifted else 0
+            report["critic/supports_relaid"] = relaid
         if "train/final_kl" in report and config.target_kl is not None and report["train/n_updates"] > 0:
             state.kl_coef = AdaptiveKL(config.target_kl).update(state.kl_coef, report["train/final_kl"])
         state.degenerate += int(report.get("train/constant_advantages", 0))

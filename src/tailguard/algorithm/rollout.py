@@ -125,12 +125,12 @@ def act_and_step(
 
 
 def finite_memory(state: AgentState) -> tuple[AgentState, Tensor]:
-    """The memories, each cleared for the environments where it is not finite, and these environments, [N] or [] bool."""
+    """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:
             bad = ~part.isfinite().all(-1).all(0)
-            trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)  # noqa: PLW2901
+            trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
             broken = bad | broken.to(bad.device)
         trunks.append(trunk)
     return tuple(trunks), broken

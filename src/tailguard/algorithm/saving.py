@@ -272,6 +272,8 @@ class _NoEnv:
     """The shape of an environment, without one: enough to predict, refuses to step."""
 
     num_envs = 1
+    episode_length = 1
+    """Stands for any: a budget that was saved has found its window already."""
 
     def __init__(self, inputs: FlatInputs, device: torch.device) -> None:
         self.observation_size, self.action_space, self.device = inputs.observation_size, inputs.action_space, device
