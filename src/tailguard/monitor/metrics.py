@@ -180,7 +180,7 @@ def iteration_figures(found: Snapshot, detailed: bool = True) -> dict[str, Tenso
 
 
 class GradientNorms:
-    """Norms of the gradient of parts of the network: the root of summed squares, each parameter once (LEDGER F19).
+    """Norms of the gradient of parts of the network: the root of summed squares, each parameter once.
 
     One pass over the parameters gives the norm of each; a product with a 0/1 matrix sums their squares by group.
     """
