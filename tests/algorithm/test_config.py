@@ -103,6 +103,23 @@ def test_settings_that_exclude_each_other_are_refused(options: dict[str, Any], m
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"critic": "categorical", "huber_kappa": 0.1},
+            r"ppo\.huber_kappa: 0\.1 .*categorical; set it to 0, or network",
+        ),
+        ({"critic": "scalar", "huber_kappa": 0.1}, r"ppo\.huber_kappa: 0\.1 .*scalar; set it to 0"),
+        ({"entropy_window": 5}, r"ppo\.entropy_window: 5 .*set ppo\.entropy_coef or ppo\.entropy_floor above 0"),
+        ({"twin_trunk": "own"}, r"network\.twin_trunk: own .*set network\.twin_critics to true"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPOConfig().with_options(options)
+
+
+@pytest.mark.parametrize(
     ("name", "near"), [("learning_rat", "learning_rate"), ("quantile", "quantiles"), ("twin_critic", "twin_critics")]
 )
 def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, near: str) -> None:

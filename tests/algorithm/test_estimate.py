@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from scipy.stats import norm
 from torch import Tensor
 
 from tailguard.algorithm.estimate import estimate, look
@@ -303,12 +305,17 @@ def test_distribution_targets_bootstrap_from_the_true_successors(
         learner.iterate()
         rollout, estimates = witness.rollout, witness.estimates
         successors = torch.stack([view.next_quantiles for view in estimates.views]).mean(0)
+        # At a time limit and at the rollout's end samples are spread as a Normal's, whose 6 midpoints have sd 0.9.
+        mean = successors.mean(-1, keepdim=True)
+        spread = mean + (successors - mean) / float(np.std(norm.ppf((np.arange(6) + 0.5) / 6)))
+        last = torch.arange(12).unsqueeze(-1) == 11
+        sampled = torch.where((rollout.truncated | last).unsqueeze(-1), spread, successors)
         assert estimates.distribution_targets.shape == (12, 6, 6)
         expected = torch.zeros(12, 6, 6)
-        following = successors[-1]
+        following = sampled[-1]
         for t in reversed(range(12)):
             ended, terminated = rollout.ended[t].unsqueeze(-1), rollout.terminated[t].unsqueeze(-1)
-            bootstrap = successors[t] if lam == 0 or t == 11 else torch.where(ended, successors[t], following)
+            bootstrap = sampled[t] if lam == 0 or t == 11 else torch.where(ended, sampled[t], following)
             expected[t] = rollout.rewards[t].unsqueeze(-1) + 0.9 * torch.where(terminated, 0.0, bootstrap)
             following = expected[t]
         torch.testing.assert_close(estimates.distribution_targets, expected, atol=1e-5, rtol=1e-5)

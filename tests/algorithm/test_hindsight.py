@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +25,7 @@ from tailguard.algorithm.update import minibatch_loss
 from tailguard.data.bars import Bars
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.synthetic import make_market
-from tailguard.envs.protocol import Step
+from tailguard.envs.protocol import Box, FunctionalEnv, Step
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
@@ -32,7 +34,7 @@ from tailguard.models.actions import GaussianHead
 from tailguard.risk import RiskConfig
 
 LENGTH, ROWS, ACCOUNTS = 20, 12, 6
-RUINOUS = MarketConfig(leverage=10.0, capital=1_000.0)
+RUINOUS = MarketConfig(leverage=10.0, capital=1_000.0, participation=np.inf)
 DEAR = MarketConfig(leverage=2.0, borrow_rate=0.1)
 
 
@@ -151,7 +153,6 @@ def discounted(gamma: float) -> Callable[[list[Step], int, int], float]:
 CASES: dict[str, dict[str, Any]] = {
     "log": {},
     "pnl": {"reward": "pnl"},
-    "shield": {"shield": Shield(shock=0.1, budget=0.1)},
 }
 
 
@@ -484,6 +485,85 @@ def test_an_environment_that_cannot_tell_is_refused(make_learner: Any, scripted_
     for env, options in ((scripted_env(), {}), ("Pendulum-v1", {"num_envs": 2}), ("CartPole-v1", {"num_envs": 2})):
         with pytest.raises(ConfigError, match=r"ppo\.advantages: .*TradingEnv, or set ppo\.advantages to gae"):
             make_learner(env, advantages="hindsight", **options).learn(1)
+
+
+class OrderEnv:
+    """Every member of `FunctionalEnv` and `VectorEnv` and a box of actions, but each action adds to the position."""
+
+    num_envs, observation_size, device = 4, 1, torch.device("cpu")
+    action_space = Box(torch.tensor([-1.0]), torch.tensor([1.0]))
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.state = torch.zeros(4)
+
+    def draw(self) -> Tensor:
+        return torch.randn(4, generator=self.generator)
+
+    def transition(self, before: Tensor, action: Tensor, chance: Tensor) -> tuple[Tensor, Step]:
+        after = before + action[:, 0]
+        never = torch.zeros(4, dtype=torch.bool)
+        return after, Step(after.unsqueeze(1), after * chance, never, never, after.unsqueeze(1), ~never)
+
+    def reset(self, seed: int | None = None) -> Tensor:  # noqa: ARG002
+        self.state = torch.zeros(4)
+        return self.state.unsqueeze(1)
+
+    def step(self, action: Tensor) -> Step:
+        self.state, step = self.transition(self.state, action, self.draw())
+        return step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.state = state["state"]
+
+    def close(self) -> None:
+        pass
+
+
+def test_actions_that_are_orders_are_refused(make_learner: Any) -> None:
+    """An order stays in the position: the next action does not bring both accounts to the same weights."""
+    assert isinstance(OrderEnv(), FunctionalEnv)
+    with pytest.raises(
+        ConfigError, match=r"OrderEnv cannot tell\. Train on a TradingEnv, or set ppo\.advantages to gae"
+    ):
+        make_learner(OrderEnv(), advantages="hindsight").learn(1)
+
+
+def test_a_shield_is_refused(make_learner: Any, prepared: PreparedBars) -> None:
+    env = make_env(prepared, shield=Shield(shock=0.1, budget=0.1))
+    with pytest.raises(ConfigError, match=r"the shield .shock 0\.1, budget 0\.1.*or set ppo\.advantages to gae"):
+        hindsight_learner(make_learner, env).iterate()
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_cap_on_participation_that_can_bind_is_refused(
+    make_learner: Any, prepared: PreparedBars, short: bool
+) -> None:
+    """The largest order turns 2 × leverage of the capital, or once without shorts; bars with less volume are counted.
+
+    The capital is chosen such that a given share of the bars is too small: refused above 1 %, warned of below.
+    """
+    traded = prepared.panel.volume * prepared.panel.open
+    largest = 2.0 * (2 if short else 1)
+    for share, text in ((0.5, "wrong sign.*market.participation .inf: no cap.*gae"), (0.02, "wrong sign")):
+        capital = 0.1 * float(np.quantile(traded, share)) / largest
+        config = replace(DEAR, capital=capital, allow_short=short)
+        with pytest.raises(ConfigError, match=text) as caught:
+            hindsight_learner(make_learner, make_env(prepared, config)).iterate()
+        said = float(re.search(r"the volume of (\S+) % of the bars", str(caught.value))[1])  # type: ignore[index]
+        assert said == pytest.approx(100 * float((0.1 * traded < largest * capital).mean()), rel=0.05, abs=0.1)
+        hindsight_learner(make_learner, make_env(prepared, replace(config, participation=np.inf))).iterate()
+    smallest = 0.1 * float(np.quantile(traded, 0.004)) / largest
+    with pytest.warns(UserWarning, match="its advantages are wrong there"):
+        hindsight_learner(
+            make_learner, make_env(prepared, replace(DEAR, capital=smallest, allow_short=short))
+        ).iterate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hindsight_learner(make_learner, make_env(prepared, replace(DEAR, allow_short=short))).iterate()
 
 
 def test_unknown_advantages_are_refused(make_learner: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.algorithm.update import Batch
+from tailguard.envs.tasks import BetsEnv
 from tailguard.errors import TailguardError
 from tailguard.models.agent import ActorCritic, AgentOutput
+from tailguard.risk import RiskConfig
 
 
 def spoil_log_prob(row: int, environment: int) -> Any:
@@ -180,3 +183,99 @@ def test_a_first_observation_that_is_not_finite_does_not_enter_the_statistics(
     with pytest.raises(NonFiniteError, match="observation 0 of environment 2 is nan at row 0"):
         learner.iterate()
     assert learner.observation_moments.mean.isfinite().all()
+
+
+# --- one bad observation, and an agent that goes on learning ---------------------------------------------------------
+
+
+def glitch(scripted_env: Any, value: float = math.nan) -> Any:
+    """Eight endless episodes, and a single observation of one of them that is not finite."""
+    env = scripted_env(num_envs=8, rows=600, end_probability=0.0)
+    env.obs[100, 3, 1] = value
+    return env
+
+
+@pytest.mark.parametrize("memory", ["separate", "shared"])
+@pytest.mark.parametrize("runtime", ["eager", "compile"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_learning_goes_on_after_one_bad_observation(
+    make_learner: Any, scripted_env: Any, memory: str, runtime: str, normalise: bool
+) -> None:
+    """The episodes never end, so nothing but the learner itself clears what it remembers of row 100."""
+    env = glitch(scripted_env)
+    learner = make_learner(
+        env, memory=memory, runtime=runtime, on_nonfinite="skip", normalise_observations=normalise, twin_critics=True
+    )
+    with torch.compiler.set_stance("force_eager"):
+        figures = [learner.iterate() for _ in range(14)]
+    assert [row for row, found in enumerate(figures) if "train/n_updates" not in found] == [8]  # rows 96 to 107
+    assert all(found["train/n_updates"] > 0 for row, found in enumerate(figures) if row != 8)
+    assert figures[-1]["warn/skipped_nonfinite"] == 1
+    assert all(weight.isfinite().all() for weight in weights(learner))
+    for moments in (learner.observation_moments, learner.return_moments):
+        assert all(value.isfinite().all() for value in moments.state_dict().values())
+    assert torch.stack(env.actions).isfinite().all()
+    assert learner.alarms == []
+
+
+def test_a_bad_observation_stops_the_run_all_the_same(make_learner: Any, scripted_env: Any) -> None:
+    learner = make_learner(glitch(scripted_env))
+    for _ in range(8):
+        learner.iterate()
+    with pytest.raises(NonFiniteError, match="step 768: observation 1 of environment 3 is nan at row 4 of the rollout"):
+        learner.iterate()
+
+
+@pytest.mark.parametrize("trunk", [0, 1], ids=["actor", "critic"])
+def test_a_memory_that_is_not_finite_is_cleared_for_its_environment_and_counted(
+    make_learner: Any, scripted_env: Any, trunk: int
+) -> None:
+    learner = make_learner(scripted_env(end_probability=0.0), on_nonfinite="skip")
+    assert learner.iterate()["data/memory_resets"] == 0
+    before = [[part.clone() for part in memory] for memory in learner.state.carry.state]
+    learner.state.carry.state[trunk][1][0, 2, 4] = math.nan
+    figures = learner.iterate()
+    assert figures["data/memory_resets"] == 1
+    assert figures["train/n_updates"] > 0
+    start = learner.snapshot.rollout.start_state
+    for number, parts in enumerate(start):
+        for part, old in zip(parts, before[number], strict=True):
+            assert torch.equal(part[:, [0, 1, 3, 4, 5]], old[:, [0, 1, 3, 4, 5]])
+            assert torch.equal(part[:, 2], torch.zeros_like(part[:, 2]) if number == trunk else old[:, 2])
+    assert learner.iterate()["data/memory_resets"] == 0
+
+
+@pytest.mark.parametrize("on_nonfinite", ["skip", "stop"])
+def test_estimates_that_are_not_finite_move_neither_statistics_nor_heads(
+    make_learner: Any, scripted_env: Any, on_nonfinite: str
+) -> None:
+    """A critic whose weights overflow says NaN of observations that are fine."""
+    learner = make_learner(scripted_env(), on_nonfinite=on_nonfinite)
+    learner.iterate()
+    critic = learner.agent.each_critic()[0]
+    with torch.no_grad():
+        critic.value.layer.bias.fill_(math.nan)
+    statistics = learner.return_moments.state_dict()
+    head = critic.distribution.layer.weight.clone()
+    if on_nonfinite == "stop":
+        with pytest.raises(NonFiniteError, match="step 72: the value target of environment 0 is nan at row 0"):
+            learner.iterate()
+    else:
+        figures = learner.iterate()
+        assert figures["warn/skipped_nonfinite"] == 1
+        assert "train/n_updates" not in figures
+    assert all(torch.equal(value, statistics[name]) for name, value in learner.return_moments.state_dict().items())
+    assert torch.equal(critic.distribution.layer.weight, head)
+
+
+def test_a_measured_outcome_that_is_not_finite_counts_as_a_bad_input(make_learner: Any) -> None:
+    class Glitch(BetsEnv):
+        def transition(self, before: Any, action: Tensor, chance: Tensor) -> Any:
+            after, found = super().transition(before, action, chance)
+            pnl = found.outcome["pnl"].clone()
+            pnl[1] = math.nan
+            return after, replace(found, outcome={"pnl": pnl})
+
+    learner = make_learner(Glitch(8, steps=3), risk=RiskConfig(limit=-0.1, alpha=0.5))
+    with pytest.raises(NonFiniteError, match="outcome pnl 0 of environment 1 is nan at row 0"):
+        learner.iterate()

@@ -375,3 +375,54 @@ def test_ten_bets_come_near_the_limit_and_beat_the_best_constant_weight() -> Non
 def test_ten_bets_without_a_budget_break_the_limit_by_far() -> None:
     _, shortfall = ten_bets(0, None, updates=100)
     assert shortfall > 1.5 * LIMIT
+
+
+# --- how much of the tail is seen ------------------------------------------------------------------------------------
+
+
+class Unlimited(BetsEnv):
+    """Bets that do not say how long an episode is."""
+
+    def __init__(self, num_envs: int, steps: int) -> None:
+        super().__init__(num_envs, steps)
+        del self.episode_length
+
+
+def test_a_budget_on_episodes_of_unknown_length_is_refused() -> None:
+    """Guessed as 1 step, the window of 16 × 64 rows would hold 4,096 outcomes in the place of 128."""
+    with pytest.raises(ConfigError, match=r"risk: Unlimited does not say how long .*episode_length, .*TimeLimit"):
+        DistributionalPPO(Unlimited(16, 32), risk=RiskConfig(limit=-0.1, alpha=0.5), **SMALL)
+    DistributionalPPO(Unlimited(16, 32), **SMALL)  # without a budget nobody asks
+    known = DistributionalPPO(BetsEnv(16, 32), risk=RiskConfig(limit=-0.1, alpha=0.5), n_steps=64)
+    assert known.risk is not None
+    assert (known.risk.horizon, known.risk.config.window) == (32, 128)
+
+
+@pytest.mark.parametrize(("measure", "expected"), [("episode", 0.4), ("drawdown", 0.4), ("bar", 12.8)])
+def test_a_budget_says_how_much_of_the_tail_an_update_sees(bars: Any, measure: Any, expected: float) -> None:
+    """16 accounts, 16 steps, episodes of 32: 8 episodes or 256 bars a rollout, a twentieth of them in the tail."""
+    risk = make(bars, RiskConfig(limit=-0.02, measure=measure)).risk
+    assert risk is not None
+    assert risk.tail_outcomes == pytest.approx(expected)
+    words = risk.describe_sample()
+    if measure == "bar":
+        assert words == "an update sees 13 tail bars"
+    else:
+        assert words.startswith("an update sees 0.4 tail episodes, fewer than 5: too few")
+
+
+def test_too_few_tail_episodes_are_not_blamed_on_the_limit() -> None:
+    """16 episodes a rollout, less than one of them in the tail. The limit can be met: weight 0 loses nothing."""
+    risk = RiskConfig(limit=-1e-3, lambda_max=0.01)
+    few = DistributionalPPO(BetsEnv(16, 1), risk=risk, **(SMALL | {"n_steps": 1, "minibatch_size": 16}))
+    many = DistributionalPPO(BetsEnv(1600, 1), risk=risk, **(SMALL | {"n_steps": 1, "minibatch_size": 1600}))
+    for _ in range(60):
+        few.iterate()
+    for _ in range(12):
+        many.iterate()
+    said = {alarm.name: alarm.what for alarm in few.alarms}
+    assert "risk_infeasible" not in said
+    assert "An update sees 0.8 outcomes of the tail" in said["tail_undersampled"]
+    names = [alarm.name for alarm in many.alarms]
+    assert "risk_infeasible" in names
+    assert "tail_undersampled" not in names

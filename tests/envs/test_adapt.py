@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tailguard.envs.adapt import FlatInputs, as_vector_env, policy_inputs
+from tailguard.envs.adapt import MEMBERS, FlatInputs, as_vector_env, episode_length_of, policy_inputs
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.envs.protocol import Box, Discrete
-from tailguard.envs.tasks import RecallEnv
+from tailguard.envs.tasks import BetsEnv, RecallEnv
 from tailguard.errors import ConfigError
 
 
@@ -71,3 +71,30 @@ def test_flat_inputs_refuse_another_width_and_unpack_one_choice() -> None:
         inputs.encode(np.zeros((2, 4)))
     box = FlatInputs(3, Box(torch.tensor([-1.0]), torch.tensor([1.0])))
     np.testing.assert_array_equal(box.decode(torch.tensor([[0.5]])), np.array([[0.5]], np.float32))
+
+
+# --- what an environment lacks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("member", MEMBERS)
+def test_a_missing_member_is_named(member: str) -> None:
+    class Nearly:
+        pass
+
+    env = RecallEnv(2)
+    for name in MEMBERS:
+        if name != member:
+            setattr(Nearly, name, staticmethod(value) if callable(value := getattr(env, name)) else value)
+    with pytest.raises(ConfigError, match=rf"^Nearly is nearly .*VectorEnv, but lacks {member}; add it"):
+        as_vector_env(Nearly(), None, None)
+
+
+def test_the_length_of_episodes_is_found_where_it_is_said() -> None:
+    assert episode_length_of(BetsEnv(4, steps=7)) == 7
+    assert episode_length_of(as_vector_env("Pendulum-v1", 2, None)) == 200
+    assert episode_length_of(as_vector_env(gymnasium.make("CartPole-v1", max_episode_steps=33), None, None)) == 33
+    bare = gymnasium.make("Pendulum-v1").unwrapped
+    bare.spec = None
+    assert episode_length_of(as_vector_env(gymnasium.wrappers.TimeLimit(bare, 40), None, None)) == 40
+    assert episode_length_of(as_vector_env(bare, None, None)) is None
+    assert episode_length_of(RecallEnv(2)) is None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tailguard as tg
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import Box, Step
-from tailguard.monitor.health import CONSTANT_EVALUATION, RULES, HealthMonitor, Rule, quantile_crossing
+from tailguard.monitor.health import CONSTANT_EVALUATION, RULES, HealthMonitor, Rule, quantile_crossing, risk_infeasible
 
 SMALL: dict[str, Any] = {
     "n_steps": 8,
@@ -301,12 +301,22 @@ def test_an_evaluation_that_moves_is_left_alone() -> None:
 def test_a_limit_that_cannot_be_met(bars: Any) -> None:
     """A hundredth of a per cent, and hardly any price allowed for it: said with what was reached; the run goes on."""
     risk = tg.RiskConfig(limit=-1e-4, alpha=0.5, lambda_max=0.01)
-    learner = make(bars, risk=risk)
+    learner = make(bars, risk=risk, n_steps=32)  # eight outcomes of the tail an update
     metrics = run(learner, 25)
     (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "risk_infeasible"]
     assert metrics["risk/lambda"] == pytest.approx(0.01)
-    assert re.search(r"cap of 0.01, and the last outcomes' CVaR is -\d+\.\d\d % \(mean [+-]\d", alarm.what)
+    assert re.search(r"cap of 0.01, and the last outcomes' CVaR is -\d+\.\d\d ± \d+\.\d\d % \(mean [+-]\d", alarm.what)
     assert alarm.what.endswith("against a limit of -0.01 %. So far the limit cannot be met.")
+
+
+def test_a_limit_broken_within_the_error_of_the_measurement_is_not_called_infeasible() -> None:
+    """CVaR −4.4 % against −4 %: broken by 10 %, which an error of 0.3 % explains and one of 0.1 % does not."""
+    figures = {
+        "risk/at_cap": 1.0, "risk/violation": 0.1, "risk/lambda": 10.0, "risk/cvar_realised": -0.044,
+        "risk/mean_realised": 0.01, "risk/limit": -0.04, "risk/tail_outcomes": 50.0,
+    }  # fmt: skip
+    assert risk_infeasible(figures | {"risk/cvar_error": 0.003}, {}) is None
+    assert "-4.40 ± 0.10 %" in (risk_infeasible(figures | {"risk/cvar_error": 0.001}, {}) or "")
 
 
 def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:
@@ -367,3 +377,22 @@ def test_every_alarm_has_its_place_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (\S+)$", text, re.MULTILINE)
     assert headings == [rule.name.replace("_", "-") for rule in (*RULES, CONSTANT_EVALUATION)]
+
+
+def test_an_agent_that_has_stopped_learning_says_so() -> None:
+    """Every observation of one environment is NaN: all rollouts are skipped, and after three of them it is said."""
+
+    class Blind(Constant):
+        def observe(self) -> Tensor:
+            found = super().observe()
+            found[2] = torch.nan
+            return found
+
+    learner = DistributionalPPO(Blind(growth=1.001), **(SMALL | {"on_nonfinite": "skip"}))
+    run(learner, 2)
+    assert "learning_stopped" not in raised(learner)
+    metrics = run(learner, 2)
+    (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "learning_stopped"]
+    assert "no update was made" in alarm.what
+    assert metrics["warn/learning_stopped"] == 2
+    assert metrics["warn/skipped_nonfinite"] == 4

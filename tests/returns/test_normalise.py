@@ -361,3 +361,49 @@ def test_rescaled_moments_are_those_of_a_past_spent_in_the_new_units(loss: objec
     learn(head, optimiser, NEW_MEAN, NEW_STD, 12)
     for mine, its in zip(head.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)
+
+
+# --- numbers that are not finite, and state that is not known --------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_that_are_not_finite_do_not_count(bad: float) -> None:
+    rows = torch.tensor([[1.0, 2.0], [bad, 7.0], [3.0, 6.0]])
+    moments, expected = RunningMoments((2,)), RunningMoments((2,))
+    moments.update(rows)
+    expected.update(rows[[0, 2]])
+    for name, value in expected.state_dict().items():
+        assert torch.equal(moments.state_dict()[name], value)
+    single = RunningMoments(())
+    single.update(torch.tensor([1.0, bad, 3.0]), torch.tensor([True, True, True]))
+    assert (float(single.mean), float(single.std), float(single.count)) == (2.0, 1.0, 2.0)
+
+
+def test_momentum_of_sgd_follows_the_scale() -> None:
+    """Two steps of SGD with momentum on a squared error: the second is the one it would take in new units all along."""
+    old, new = torch.tensor(1.0, dtype=torch.float64), torch.tensor(4.0, dtype=torch.float64)
+    weights = []
+    for start in (old, new):
+        weight = torch.nn.Parameter(torch.tensor([[1.0]], dtype=torch.float64) / start)
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        for step in range(2):
+            if step == 1 and start is old:
+                with torch.no_grad():
+                    weight.mul_(old / new)
+                rescale_moments(optimizer.state[weight], old, new, 2)
+            optimizer.zero_grad()
+            scale = new if step == 1 else start
+            (0.5 * (weight - 3.0 / scale).square()).sum().backward()
+            optimizer.step()
+        weights.append(float(weight))
+    assert weights[0] == pytest.approx(weights[1])
+
+
+def test_optimiser_state_that_is_not_known_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.RMSprop([weight], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    with pytest.raises(ConfigError, match=r"optimiser state square_avg: .*exp_avg.*as Adam or UPGD"):
+        rescale_moments(optimizer.state[weight], one, two, 2)

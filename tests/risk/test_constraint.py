@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from tailguard.errors import ConfigError
-from tailguard.risk import CVaRConstraint, RiskConfig
+from tailguard.risk import CVaRConstraint, RiskConfig, cvar_standard_error
 from tailguard.risk.constraint import Dual, OutcomeWindow, dual_step
 
 BUDGET = RiskConfig(limit=-0.25, alpha=0.05, margin=0.0)
@@ -221,3 +221,12 @@ def test_too_small_a_window_is_an_error_that_says_how_many_it_needs() -> None:
     assert RiskConfig(limit=-0.04, window=400).needed == 400
     assert RiskConfig(limit=-0.04, window=128, alpha=0.16).needed == 125
     assert math.ceil(20 / 0.16) == 125
+
+
+@pytest.mark.parametrize("count", [110, 128, 190])
+def test_the_window_knows_its_sampling_error(count: int) -> None:
+    """As `cvar_standard_error` of the same samples, whose α·n need not be whole, whether the window is full or not."""
+    losses = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    window = OutcomeWindow(200, torch.device("cpu"))
+    window.add(losses, torch.ones(count, dtype=torch.bool))
+    assert float(window.tail_error(0.05)) == pytest.approx(float(cvar_standard_error(-losses, 0.05)), rel=1e-6)

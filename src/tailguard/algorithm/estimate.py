@@ -11,7 +11,14 @@ from torch import Tensor
 from tailguard.algorithm.rollout import Rollout
 from tailguard.models.agent import ActorCritic, AgentState, CriticOutput, ReturnCritic
 from tailguard.models.critics import TwinMode, combine_quantiles, combine_values, twin_pessimism
-from tailguard.returns import RunningMoments, draw_continuations, gae, lambda_returns, sr_lambda_targets
+from tailguard.returns import (
+    RunningMoments,
+    bootstrap_samples,
+    draw_continuations,
+    gae,
+    lambda_returns,
+    sr_lambda_targets,
+)
 
 Baseline = Literal["scalar", "distribution"]
 DistributionTarget = Literal["sr_lambda", "lambda_return"]
@@ -154,6 +161,11 @@ def estimate(
         if config.distribution_target == "lambda_return":
             samples = targets.unsqueeze(-1)
         else:
+            # Where all samples must bootstrap at once they keep the spread; a few at a time, by λ, hardly need it, and
+            # with many of them the spread of distributions without tails would grow without bound.
+            forced = rollout.truncated.clone()
+            forced[-1] = True
+            next_quantiles = torch.where(forced.unsqueeze(-1), bootstrap_samples(next_quantiles), next_quantiles)
             coins = draw_continuations(next_quantiles.shape, config.distribution_lam, generator, next_quantiles.device)
             samples = sr_lambda_targets(
                 rollout.rewards, next_quantiles, rollout.terminated, rollout.truncated, config.gamma, coins

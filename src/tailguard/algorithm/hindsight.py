@@ -15,6 +15,8 @@ Left out is what a_t does to later actions through the observation (weights, the
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,10 +25,14 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.rollout import Rollout
-from tailguard.envs.protocol import Box, FunctionalEnv, VectorEnv
+from tailguard.envs.protocol import FunctionalEnv
+from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.market.tables import COLUMNS, Market
 from tailguard.models.actions import ActionHead
 
+CAPPED_SHARE = 0.01
+"""Share of bars in which the cap on participation may bind before hindsight is refused."""
 MEASURED = ("pnl", "drawdown", "net")
 """Outcomes that a risk budget may be made of."""
 
@@ -68,13 +74,54 @@ class Hindsight:
         return self.taken.total(gamma) - self.instead.total(gamma)
 
 
-def check_hindsight(env: VectorEnv) -> None:
-    """Raise unless the environment can say what another action would have brought."""
-    if not isinstance(env, FunctionalEnv) or not isinstance(env.action_space, Box):
+def check_hindsight(env: Any) -> None:
+    """Raise unless the action after an action brings the account to the same weights whatever the first one was.
+
+    That is so where actions are target weights (orders would add up) which are filled whole (what a bar's volume does
+    not allow stays open) and as they are given (a shield's cap depends on what the account has earned). A cap on
+    participation may bind in a few bars: up to 1 % of them is a warning.
+    """
+    way_out = "set ppo.advantages to gae"
+    if not isinstance(env, TradingEnv):
         raise ConfigError(
-            f"ppo.advantages: hindsight asks what another action would have brought in the same market, and "
-            f"{type(env).__name__} cannot tell. Train on a TradingEnv, or set ppo.advantages to gae"
+            f"ppo.advantages: hindsight asks what another target weight would have brought in the same market, and "
+            f"{type(env).__name__} cannot tell. Train on a TradingEnv, or {way_out}"
         )
+    if env.task.shield is not None:
+        raise ConfigError(
+            f"ppo.advantages: hindsight takes targets to be traded as they are, and the shield (shock "
+            f"{env.task.shield.shock:g}, budget {env.task.shield.budget:g}) scales them by what the account has "
+            f"earned. Leave the shield out in training, or {way_out}"
+        )
+    share = capped_share(env.task.market)
+    if share == 0:
+        return
+    config = env.task.market.config
+    found = (
+        f"ppo.advantages: hindsight takes every order to be filled whole, and with market.participation "
+        f"{config.participation:g}, market.capital {config.capital:g} and market.leverage {config.leverage:g} the "
+        f"volume of {100 * share:.2g} % of the bars does not allow the largest one"
+    )
+    if share > CAPPED_SHARE:
+        raise ConfigError(
+            f"{found}. It would learn the wrong sign. Raise market.participation (inf: no cap), lower market.capital, "
+            f"or {way_out}"
+        )
+    warnings.warn(f"{found}; its advantages are wrong there", stacklevel=2)
+
+
+def capped_share(market: Market) -> float:
+    """Share of bars whose capacity is below the largest order of an account with its starting capital.
+
+    That is a change from one end of the allowed weights to the other: twice the leverage, or once without shorts.
+    """
+    largest = market.config.leverage * (2 if market.config.allow_short else 1)
+    if math.isinf(market.config.participation):
+        return 0.0
+    # Orders fill in the bar after a decision: a segment's first bar is never one of them.
+    fills = market.segment[1:] == market.segment[:-1]
+    capacity = market.table[COLUMNS.index("capacity"), 1:][fills]
+    return float((capacity < largest).float().mean()) if capacity.numel() else 0.0
 
 
 @torch.no_grad()

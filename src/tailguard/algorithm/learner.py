@@ -7,7 +7,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -17,14 +17,20 @@ from torch import Tensor, nn
 
 from tailguard.algorithm.callbacks import CallbackLike, CallbackLogger, make_callback, make_callbacks
 from tailguard.algorithm.config import LearnerConfig
-from tailguard.algorithm.estimate import Estimates
-from tailguard.algorithm.nonfinite import check_rollout, finite_inputs, not_finite_in_graph
+from tailguard.algorithm.estimate import CriticView, Estimates, estimate, first_returns, look
+from tailguard.algorithm.nonfinite import check_estimates, check_rollout, finite_inputs, not_finite_in_graph
 from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
 from tailguard.algorithm.risk import RiskBudget
 from tailguard.algorithm.rollout import Carry, ObservationScale, Rollout
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.sb3 import make_writers, whole_number
-from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, support_drift
+from tailguard.algorithm.scale import (
+    SUPPORT_DRIFT_LIMIT,
+    lay_supports,
+    move_return_scale,
+    return_spread,
+    support_drift,
+)
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.step_replay import StepReplay
@@ -52,6 +58,7 @@ if TYPE_CHECKING:
     from tailguard.envs.spec import TradingSpec
 
 SUPPORT_DRIFT, ROLLOUT_FINITE, UPDATES_FINITE = "support_drift", "rollout_finite", "updates_finite"
+RETURNS_VARY = "returns_vary"
 """Keys of what the learner itself reads among the figures."""
 
 
@@ -269,6 +276,47 @@ class Learner(ABC):
         clip = self.config.observation_clip if self.config.normalise_observations else math.inf
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
+    @torch.no_grad()
+    def _estimate(
+        self, rollout: Rollout, usable: bool, final_obs: Tensor | None = None
+    ) -> tuple[tuple[CriticView, ...], Estimates, bool]:
+        """What the critics say of a rollout, the estimates made of it, and whether both can be used.
+
+        The critics' memories go on from here. `final_obs`: see `look`.
+        """
+        config, moments, carry = self.config, self.return_moments, self.state.carry
+        assert carry is not None  # `iterate` began
+        if usable and not moments.started:
+            # Returns that never vary have no scale. The first that do set it, and not what an untrained critic said.
+            moments.clear()
+            moments.update(first_returns(rollout, config.gamma), rollout.valid)
+        views, memory = look(self.agent, rollout, moments, config.estimates, final_obs)
+        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
+        estimates = estimate(views, rollout, config.estimates, self.generator)
+        if usable and self.runtime.looks:
+            usable = check_estimates(estimates, rollout.valid, self)
+        return views, estimates, usable
+
+    @torch.no_grad()
+    def _rescale_returns(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
+        """Take the value targets into the return's scale and rewrite the critics for it; returns its figures."""
+        moments = self.return_moments
+        change = moments.update(estimates.value_targets, rollout.valid & moments.varies)
+        move_return_scale(self.agent, self.optimizer, change, self.scaler)
+        figures = {
+            "critic/return_mean": moments.mean.clone(),
+            "critic/return_std": moments.std.clone(),
+            "critic/return_std_drift": change.std_ratio,
+            RETURNS_VARY: moments.varies,
+        }
+        if estimates.distribution_targets is not None:
+            spread = return_spread(estimates.distribution_targets, rollout.valid, moments)
+            figures["critic/return_spread"] = spread
+            drift = support_drift(self.agent, spread)
+            if drift is not None:
+                figures[SUPPORT_DRIFT] = drift
+        return figures
+
     def _take_steps(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""
         state = self.state
@@ -283,6 +331,7 @@ class Learner(ABC):
         carry, config = self.state.carry, self.config
         assert carry is not None
         figures = dict(prepared.figures)
+        figures["data/memory_resets"] = rollout.memory_resets
         if usable:
             figures |= self.updates.figures()
             if config.normalise_observations:
@@ -295,9 +344,6 @@ class Learner(ABC):
         if "pnl" in rollout.outcome:
             figures["rollout/ep_pnl_mean"] = episodes["pnl"]
         figures |= iteration_figures(prepared.snapshot(self.agent, rollout, carry), detailed=config.monitor)
-        drift = support_drift(self.agent)
-        if drift is not None:
-            figures[SUPPORT_DRIFT] = drift
         if not self.runtime.looks:
             figures[ROLLOUT_FINITE], figures[UPDATES_FINITE] = finite_inputs(rollout), self.updates.all_finite
         return Figures.of(figures)
@@ -305,6 +351,7 @@ class Learner(ABC):
     def _read(self, rollout: Rollout, figures: Figures) -> dict[str, float]:
         """The iteration's figures as numbers: the one place where the device is read for them."""
         report = figures.read()
+        self.return_moments.started = bool(report.pop(RETURNS_VARY, self.return_moments.started))
         if not report.pop(ROLLOUT_FINITE, 1.0):
             check_rollout(rollout, self)
         if not report.pop(UPDATES_FINITE, 1.0):
@@ -316,7 +363,9 @@ class Learner(ABC):
         state, config = self.state, self.config
         if SUPPORT_DRIFT in report:
             drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
-            report["critic/supports_relaid"] = lay_supports(self.agent, self.optimizer, self.scaler) if drifted else 0
+            spread = report["critic/return_spread"]
+            relaid = lay_supports(self.agent, self.optimizer, self.scaler, spread) if drifted else 0
+            report["critic/supports_relaid"] = relaid
         state.degenerate += int(report.get("train/constant_advantages", 0))
         if config.monitor:
             self.alarms += self.health.check(report, state.num_timesteps)

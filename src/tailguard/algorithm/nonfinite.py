@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.hindsight import MEASURED
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.update import MinibatchLoss
 from tailguard.errors import TailguardError
@@ -70,6 +72,23 @@ def check_rollout(rollout: Rollout, learner: Learner) -> bool:
     return True
 
 
+def check_estimates(estimates: Estimates, valid: Tensor, learner: Learner) -> bool:
+    """Whether these estimates may be used. If not, they must move neither the return's scale nor a head."""
+    for name, values in (("value target", estimates.value_targets), ("advantage", estimates.advantages)):
+        bad = ~values.isfinite() & valid
+        if not bool(bad.any()):
+            continue
+        if learner.config.on_nonfinite == "skip":
+            return False
+        row, environment = bad.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"step {learner.num_timesteps:,}: the {name} of environment {environment} is "
+            f"{float(values[row, environment])} at row {row} of the rollout, though rewards and observations are "
+            "finite: the critic has diverged. Go on from the last checkpoint with a lower learning_rate"
+        )
+    return True
+
+
 def finite_inputs(rollout: Rollout) -> Tensor:
     """Whether all that the environments gave is finite, a bool on the device; `check_rollout` names what is not."""
     return torch.stack([values.isfinite().all() for _, _, values in _inputs(rollout)]).all()
@@ -94,6 +113,9 @@ def _inputs(rollout: Rollout) -> Iterator[tuple[str, Sequence[int], Tensor]]:
     terminated = rollout.terminated if len(rows) == len(everywhere) else rollout.terminated[rows]
     unused = terminated.unsqueeze(-1)
     yield "final observation", rows, rollout.final_obs.masked_fill(unused, 0.0)
+    for name in MEASURED:
+        if name in rollout.outcome:
+            yield f"outcome {name}", everywhere, rollout.outcome[name].masked_fill(~rollout.valid, 0.0).unsqueeze(-1)
 
 
 def _stop_or_skip(what: str, place: str, learner: Learner) -> bool:

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import CriticView, estimate, first_returns, look
+from tailguard.algorithm.estimate import CriticView
 from tailguard.algorithm.learner import Learner, Prepared
 from tailguard.algorithm.nonfinite import check_rollout
 from tailguard.algorithm.rollout import Rollout, act_and_step, collect
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
-from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.update import make_batch
 from tailguard.algorithm.updates import CriticUpdates
@@ -112,7 +111,7 @@ class PathwiseLearner(Learner):
             runtime.forget()
         self.set_hyper()
         self.updates.begin()
-        window = runtime.run("window", self._learn_policy)
+        window = runtime.run(("window", self.return_moments.started), self._learn_policy)
         # Acting and the policy's step are one pass through the window, so callbacks see it after both.
         wanted = on_rollout is None or on_rollout(window.rollout)
         usable = window.prepared.batch is not None
@@ -130,33 +129,20 @@ class PathwiseLearner(Learner):
 
     def _learn_policy(self) -> _Window:
         """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
-        config, moments = self.config, self.return_moments
         noise = self._noise()
         traced = self._collect(noise)
         rollout = detached(traced)
         usable = check_rollout(rollout, self) if self.runtime.looks else True
-        if usable and not moments.started:
-            moments.update(first_returns(rollout, config.gamma), rollout.valid)
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
-        views, memory = look(self.agent, rollout, moments, config.estimates, final_obs)
-        carry = self.state.carry
-        assert carry is not None
-        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
-        estimates = estimate(views, rollout, config.estimates, self.generator)
+        views, estimates, usable = self._estimate(rollout, usable, final_obs)
         if not usable:
             return _Window(rollout, Prepared(estimates, None, {}))
         objective, figures = self._objective(traced, views, final_obs)
-        figures |= self._step(objective / moments.std.float(), traced, noise)
+        figures |= self._step(objective / self.return_moments.std.float(), traced, noise)
         if self.risk is not None:
             figures |= self.risk.figures(rollout, estimates)
-        change = moments.update(estimates.value_targets, rollout.valid)
-        move_return_scale(self.agent, self.optimizer, change, self.scaler)
-        batch = make_batch(self.agent, rollout, estimates, estimates.advantages, moments)
-        figures |= {
-            "critic/return_mean": moments.mean.clone(),
-            "critic/return_std": moments.std.clone(),
-            "critic/return_std_drift": change.std_ratio,
-        }
+        figures |= self._rescale_returns(rollout, estimates)
+        batch = make_batch(self.agent, rollout, estimates, estimates.advantages, self.return_moments)
         return _Window(rollout, Prepared(estimates, batch, figures))
 
     def _noise(self) -> Tensor:

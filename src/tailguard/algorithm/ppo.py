@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
-from tailguard.algorithm.estimate import estimate, first_returns, look
 from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
 from tailguard.algorithm.learner import Learner, Prepared
 from tailguard.algorithm.nonfinite import check_rollout
 from tailguard.algorithm.rollout import Carry, Rollout, act_and_step, collect
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
-from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
 from tailguard.algorithm.updates import PolicyUpdates
@@ -99,7 +97,9 @@ class DistributionalPPO(Learner):
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
         usable = wanted and (check_rollout(rollout, self) if runtime.looks else True)
-        prepared = runtime.run(("prepare", usable), lambda: self._prepare(rollout, usable))
+        scaled = self.return_moments.started
+        prepared = runtime.run(("prepare", usable, scaled), lambda: self._prepare(rollout, usable))
+        usable = prepared.batch is not None
         if usable:
             batch = self._extend(rollout, prepared)
             self.updates.run(batch, rollout.inner_resets)
@@ -154,30 +154,17 @@ class DistributionalPPO(Learner):
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
         """Estimate returns, price risk, normalise the advantages, and bring everything into the return's new units."""
-        config, moments, carry = self.config, self.return_moments, self.state.carry
-        assert carry is not None
-        if usable and not moments.started:
-            moments.update(first_returns(rollout, config.gamma), rollout.valid)
-        views, memory = look(self.agent, rollout, moments, config.estimates)
-        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
-        estimates = estimate(views, rollout, config.estimates, self.generator)
+        _, estimates, usable = self._estimate(rollout, usable)
         if rollout.hindsight is not None:
-            estimates = replace(estimates, advantages=rollout.hindsight.advantages(config.gamma))
+            estimates = replace(estimates, advantages=rollout.hindsight.advantages(self.config.gamma))
         if not usable:
             return Prepared(estimates, None, {})
         raw, figures = estimates.advantages, dict[str, Tensor]()
         if self.risk is not None:
             raw, figures = self.risk.advantages(rollout, estimates)
-        advantages, degenerate = normalise_advantages(raw, rollout.valid, config.normalise_advantages)
-        change = moments.update(estimates.value_targets, rollout.valid)
-        move_return_scale(self.agent, self.optimizer, change, self.scaler)
-        batch = make_batch(self.agent, rollout, estimates, advantages, moments)
-        figures |= {
-            "critic/return_mean": moments.mean.clone(),
-            "critic/return_std": moments.std.clone(),
-            "critic/return_std_drift": change.std_ratio,
-            "train/constant_advantages": degenerate.sum(),
-        }
+        advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
+        figures |= self._rescale_returns(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
+        batch = make_batch(self.agent, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, figures)
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:

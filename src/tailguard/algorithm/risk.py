@@ -15,7 +15,9 @@ from tailguard.algorithm.hindsight import Hindsight, TwoRows
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.state import Stateful
+from tailguard.envs.adapt import episode_length_of
 from tailguard.errors import ConfigError
+from tailguard.monitor.health import FEW_TAIL_OUTCOMES
 from tailguard.returns import RunningMoments, gae, lambda_returns
 from tailguard.risk.config import RiskConfig
 from tailguard.risk.constraint import CVaRConstraint
@@ -82,7 +84,7 @@ class RiskBudget:
     def __init__(self, config: RiskConfig, ppo: LearnerConfig, env: VectorEnv, agent: ActorCritic, seed: int) -> None:
         self.config, self.ppo = config, ppo
         self.device, self.num_envs = env.device, env.num_envs
-        self.horizon = int(getattr(env, "episode_length", 1))
+        self.horizon = _horizon(env)
         self.changes = RunningMoments((), decay=CHANGE_MEMORY, device=self.device)
         """What a row does to the loss: mean and standard deviation, of recent rollouts."""
         # Resolved here and saved so: an agent that is loaded elsewhere must find its own window again.
@@ -107,6 +109,22 @@ class RiskBudget:
             return self.config.window
         rows = WINDOW_ROLLOUTS * self.num_envs * self.ppo.n_steps
         return max(rows if self.config.measure == "bar" else rows // self.horizon, self.config.needed)
+
+    @property
+    def tail_outcomes(self) -> float:
+        """Outcomes beyond the VaR that an update sees, on average: episodes, or bars where the measure is of bars."""
+        rows = self.num_envs * self.ppo.n_steps
+        return self.config.alpha * (rows if self.config.measure == "bar" else rows / self.horizon)
+
+    def describe_sample(self) -> str:
+        """How much of the tail an update sees, in words."""
+        what = "bars" if self.config.measure == "bar" else "episodes"
+        seen = self.tail_outcomes
+        number = f"{seen:.2g}" if seen < 10 else f"{seen:,.0f}"
+        words = f"an update sees {number} tail {what}"
+        if seen < FEW_TAIL_OUTCOMES:
+            words += f", fewer than {FEW_TAIL_OUTCOMES}: too few to follow; use more accounts or shorter episodes"
+        return words
 
     def episode_parts(self) -> dict[str, Stateful]:
         """What belongs to the episodes under way, by name."""
@@ -207,6 +225,7 @@ class RiskBudget:
     def figures(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
         """`risk/*` after the rollout's outcomes were taken in, and how well the return's distribution foresaw them."""
         figures = self.constraint.figures()
+        figures["risk/tail_outcomes"] = torch.full_like(self.predicted, self.tail_outcomes)
         if self.predictions is not None:
             self.predictions.follow(rollout, estimates)
             figures |= self.predictions.figures(self.config.alpha)
@@ -241,3 +260,13 @@ class RiskBudget:
         self.predicted.copy_(state["predicted"])
         self.changes.load_state_dict(state["changes"])
         self.generator.set_state(state["generator"].cpu())
+
+
+def _horizon(env: VectorEnv) -> int:
+    length = episode_length_of(env)
+    if length is None:
+        raise ConfigError(
+            f"risk: {type(env).__name__} does not say how long its episodes are, and the budget is on episodes. Give "
+            "it an attribute episode_length, the steps in a whole episode, or wrap it in gymnasium.wrappers.TimeLimit"
+        )
+    return length

@@ -75,6 +75,8 @@ class Rollout:
     """Memory of every trunk before the first row."""
     outcome: dict[str, Tensor]
     """What the environment said of each step, [T, N] each."""
+    memory_resets: Tensor
+    """Environments whose memory was not finite before the first row and was cleared, []."""
     hindsight: Hindsight | None = None
     """What the mean actions would have brought, where advantages are made of it."""
 
@@ -95,8 +97,12 @@ Acted = tuple[Tensor, Tensor, Tensor]
 def act(
     agent: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, chance: Tensor
 ) -> tuple[Acted, MemoryState]:
-    """Look at one row and choose."""
-    scaled = scale(obs)
+    """Look at one row and choose.
+
+    A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
+    nor environment may be spoilt by it for longer.
+    """
+    scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     parameters, memory = agent.act(scaled, memory, start)
     return (scaled, parameters, agent.action_head.pick(parameters, chance)), memory
 
@@ -116,6 +122,18 @@ def act_and_step(
     acted, memory = act(agent, scale, obs, start, memory, chance)
     env_state, step = env.transition(env_state, agent.action_head.to_env(acted[2]), env_chance)
     return acted, memory, env_state, step
+
+
+def finite_memory(state: AgentState) -> tuple[AgentState, Tensor]:
+    """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
+    trunks, broken = [], torch.zeros((), dtype=torch.bool)
+    for trunk in state:
+        for part in trunk:
+            bad = ~part.isfinite().all(-1).all(0)
+            trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
+            broken = bad | broken.to(bad.device)
+        trunks.append(trunk)
+    return tuple(trunks), broken
 
 
 def collect(
@@ -138,7 +156,8 @@ def collect(
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
     """
     head = agent.action_head
-    obs, start, memory = carry.obs, carry.episode_start, carry.state[0]
+    start_state, broken = finite_memory(carry.state)
+    obs, start, memory = carry.obs, carry.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
         name: []
         for name in ("obs", "scaled", "start", "action", "parameter", "reward", "terminated", "truncated", "valid")
@@ -185,8 +204,8 @@ def collect(
         final_rows=tuple(final_rows),
         final_obs=torch.stack(final_obs),
         scale=scale,
-        # Copies: where a rollout is recorded, the memories go on in the same storage.
-        start_state=tuple(tuple(part.clone() for part in trunk) for trunk in carry.state),
+        start_state=start_state,
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
+        memory_resets=broken.sum(),
     )
-    return rollout, Carry(obs, start, (memory, *carry.state[1:]))
+    return rollout, Carry(obs, start, (memory, *start_state[1:]))

@@ -383,6 +383,8 @@ class _NoEnv:
     """The shape of an environment, without one: enough to predict, refuses to step."""
 
     num_envs = 1
+    episode_length = 1
+    """Stands for any: a budget that was saved has found its window already."""
     differentiable = True
     """Nobody can go through its steps, in whatever way."""
 

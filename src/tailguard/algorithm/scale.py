@@ -44,26 +44,43 @@ def move_return_scale(
             head.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
 
 
-def support_drift(agent: ActorCritic) -> Tensor | None:
+def return_spread(samples: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
+    """Standard deviation of the return in units of the scale, [], at least 1.
+
+    The scale is that of λ-returns, which vary less: they replace what is far away by what the critic expects of it.
+
+    samples: of the return, [T, N, M]; valid: [T, N] bool
+    """
+    weights = valid.unsqueeze(-1) / (valid.sum() * samples.shape[-1]).clamp(min=1)
+    scaled = moments.normalise(samples).masked_fill(~valid.unsqueeze(-1), 0.0).double()
+    mean = (weights * scaled).sum()
+    return (weights * (scaled - mean).square()).sum().sqrt().clamp(min=1.0)
+
+
+def support_drift(agent: ActorCritic, spread: Tensor | float = 1.0) -> Tensor | None:
     """How badly the worst categorical support fits the returns by now, []; None where there is none."""
     heads = [critic.distribution for critic in agent.each_critic()]
-    drifts = [head.support_drift() for head in heads if isinstance(head, CategoricalCritic)]
+    drifts = [head.support_drift(spread) for head in heads if isinstance(head, CategoricalCritic)]
     return torch.stack(drifts).max() if drifts else None
 
 
 @torch.no_grad()
 def lay_supports(
-    agent: ActorCritic, optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None = None
+    agent: ActorCritic,
+    optimizer: torch.optim.Optimizer,
+    scaler: VarianceGradientScaler | None = None,
+    spread: float = 1.0,
 ) -> int:
     """Lay the supports that fit too badly over the returns anew, between two iterations; returns how many there were.
 
-    What optimiser and scaler remember of these heads is forgotten.
+    What optimiser and scaler remember of these heads is forgotten. `spread`: see `return_spread`; a support is
+    configured in standard deviations of the return.
     """
     moved = 0
     for critic in agent.each_critic():
         head = critic.distribution
-        if isinstance(head, CategoricalCritic) and float(head.support_drift()) > SUPPORT_DRIFT_LIMIT:
-            head.set_support(head.v_min, head.v_max)
+        if isinstance(head, CategoricalCritic) and float(head.support_drift(spread)) > SUPPORT_DRIFT_LIMIT:
+            head.set_support(spread * head.v_min, spread * head.v_max)
             for parameter in (head.layer.weight, head.layer.bias):
                 for value in optimizer.state[parameter].values():
                     value.zero_()

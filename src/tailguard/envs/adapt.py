@@ -18,6 +18,19 @@ from tailguard.errors import ConfigError
 if TYPE_CHECKING:
     from tailguard.envs.gym import GymnasiumEnv
 
+MEMBERS = (
+    "num_envs",
+    "observation_size",
+    "action_space",
+    "device",
+    "reset",
+    "step",
+    "state_dict",
+    "load_state_dict",
+    "close",
+)
+"""Members of `VectorEnv`."""
+
 
 def as_vector_env(env: Any, num_envs: int | None, device: torch.device | str | None) -> VectorEnv:
     """The environment itself if it speaks the protocol, else a Gymnasium environment or id behind an adapter."""
@@ -27,10 +40,47 @@ def as_vector_env(env: Any, num_envs: int | None, device: torch.device | str | N
         if device is not None and torch.device(device).type != env.device.type:
             raise ConfigError(f"device: {device} asked for, and the environment is on {env.device}; make it there")
         return env
+    missing = missing_members(env)
+    has_spaces = hasattr(env, "single_observation_space") or hasattr(env, "observation_space")
+    if missing and len(missing) < len(MEMBERS) / 2 and not has_spaces:
+        raise ConfigError(
+            f"{type(env).__name__} is nearly a tailguard.envs.protocol.VectorEnv, but lacks {', '.join(missing)}; add "
+            f"{'them' if len(missing) > 1 else 'it'} to train on it"
+        )
     # Gymnasium is not part of the numeric core.
     from tailguard.envs.gym import GymnasiumEnv
 
     return GymnasiumEnv(env, num_envs, device=device or "cpu")
+
+
+def missing_members(env: Any) -> list[str]:
+    """Members of `VectorEnv` that this object does not have, by name."""
+    return [name for name in MEMBERS if not hasattr(env, name)]
+
+
+def episode_length_of(env: Any) -> int | None:
+    """Steps in an episode that is not cut short: the environment's `episode_length`, or Gymnasium's time limit.
+
+    None where neither is known.
+    """
+    length = getattr(env, "episode_length", None)
+    if length is None:
+        vector_env = getattr(env, "vector_env", None)
+        copies = getattr(vector_env, "envs", None) or ()
+        for holder in (vector_env, *copies[:1]):
+            length = length or getattr(getattr(holder, "spec", None), "max_episode_steps", None)
+        length = length or _time_limit(copies[0] if copies else None)
+    return None if length is None else int(length)
+
+
+def _time_limit(env: Any) -> int | None:
+    """The limit of a `gymnasium.wrappers.TimeLimit` among an environment's wrappers."""
+    while env is not None:
+        limit = vars(env).get("_max_episode_steps")
+        if limit is not None:
+            return int(limit)
+        env = vars(env).get("env")
+    return None
 
 
 class PolicyInputs(Protocol):

@@ -86,7 +86,10 @@ class FunctionalEnv(Protocol):
 
 @runtime_checkable
 class VectorEnv(Protocol):
-    """N environments on one device that restart in the same step in which they end."""
+    """N environments on one device that restart in the same step in which they end.
+
+    A risk budget also needs `episode_length`, an int: the steps in an episode that is not cut short.
+    """
 
     num_envs: int
     observation_size: int

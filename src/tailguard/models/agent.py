@@ -61,7 +61,7 @@ class NetworkConfig:
     atoms: int = 51
     """Atoms of a categorical critic, at least 2."""
     support: tuple[float, float] = (-10.0, 10.0)
-    """Range of a categorical critic's atoms, in standard deviations of the return around its mean."""
+    """Range of a categorical critic's atoms, in standard deviations of the return around its mean, to a factor of 2."""
     projection: Projection = "hl_gauss"
     """How a categorical critic spreads a target over its atoms: hl_gauss or two_hot."""
     twin_critics: bool = False
@@ -92,7 +92,11 @@ class NetworkConfig:
         check_range("network.support", self.support[1], low=self.support[0], low_open=True)
         low, high = self.log_std_bounds
         check_range("network.log_std_init", self.log_std_init, low=low, high=high, low_open=True, high_open=True)
-        if self.twin_critics and self.twin_trunk == "own" and self.memory == "shared":
+        if self.twin_trunk == "own" and not self.twin_critics:
+            raise ConfigError(
+                "network.twin_trunk: own is for twin critics; set network.twin_critics to true, or shared"
+            )
+        if self.twin_trunk == "own" and self.memory == "shared":
             raise ConfigError("network.twin_trunk: own needs a trunk for each; set network.memory to separate or none")
 
 

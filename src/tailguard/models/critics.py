@@ -203,12 +203,15 @@ class CategoricalCritic(DistributionalCritic):
         """Express the same raw atoms in the units of the new scale: raw predictions are unchanged, exactly."""
         self.support.copy_((std.double() * self.support + mean.double() - new_mean.double()) / new_std.double())
 
-    def support_drift(self) -> Tensor:
-        """Misfit of the atoms to the configured range, a scalar: 0 fits, 1 is a factor 2 or a shift by half of it."""
-        wanted = self.v_max - self.v_min
+    def support_drift(self, unit: Tensor | float = 1.0) -> Tensor:
+        """Misfit of the atoms to the configured range, a scalar: 0 fits, 1 is a factor 2 or a shift by half of it.
+
+        `unit`: the unit of the configured range, in normalised return units
+        """
+        wanted = unit * (self.v_max - self.v_min)
         low, high = self.support[0], self.support[1]
         stretch = ((high - low) / wanted).log2().abs()
-        shift = (low + high - self.v_min - self.v_max).abs() / wanted
+        shift = (low + high - unit * (self.v_min + self.v_max)).abs() / wanted
         return torch.maximum(stretch, shift)
 
     @torch.no_grad()
@@ -306,23 +309,3 @@ def combine_quantiles(first: Tensor, second: Tensor) -> Tensor:
     The element-wise minimum would be below both ([−1, 1] with [0, 0] gives −½ where each mean is 0).
     """
     return (first + second) / 2
-
-
-def make_critic(
-    kind: CriticKind,
-    feature_size: int,
-    *,
-    quantiles: int = 32,
-    atoms: int = 51,
-    v_min: float = -10.0,
-    v_max: float = 10.0,
-    projection: Projection = "hl_gauss",
-) -> Critic:
-    """The head of this kind; settings of the other kinds are not used."""
-    if kind == "scalar":
-        return ScalarCritic(feature_size)
-    if kind == "quantile":
-        return QuantileCritic(feature_size, quantiles)
-    if kind == "categorical":
-        return CategoricalCritic(feature_size, atoms, v_min, v_max, projection)
-    raise ConfigError(f"critic {kind!r}; choose scalar, quantile or categorical")

@@ -17,6 +17,9 @@ Past = Mapping[str, Sequence[float]]
 
 REMEMBERED = ("train/grad_norm",)
 """Figures whose recent past a rule looks at."""
+FEW_TAIL_OUTCOMES = 5
+"""Tail outcomes an update sees on average, below which its gradient is mostly noise: the error of the tail's share
+alone is then 45 % or more."""
 MEMORY = 20
 """Iterations of it that are kept."""
 
@@ -56,7 +59,14 @@ def _value(figures: Figures, name: str) -> float:
     return figures.get(name, math.nan)
 
 
-def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
+def learning_stopped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
+    """An iteration without a single optimiser step."""
+    if _value(figures, "train/n_updates") > 0:
+        return None
+    return "no update was made in this iteration and in those before it: the agent has stopped learning."
+
+
+def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """A critic whose gradient is a millionth of the whole."""
     whole = _value(figures, "train/grad_norm")
     for name, norm in figures.items():
@@ -160,15 +170,34 @@ def always_flips(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     return f"positions change their sign at {100 * share:.0f} % of the bars." if share > 0.8 else None
 
 
-def risk_infeasible(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
-    """A price of risk that has nowhere to go, and a limit that is broken all the same."""
-    if not (_value(figures, "risk/at_cap") > 0 and _value(figures, "risk/violation") > 0.05):
+def _broken_at_cap(figures: Figures) -> str | None:
+    """λ at its cap and the limit broken by 5 % and by two standard errors of the measurement, in words."""
+    tail, mean, limit, error = (
+        100 * _value(figures, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
+    )
+    broken = _value(figures, "risk/violation") > 0.05 and limit - tail > 2 * error
+    if not (_value(figures, "risk/at_cap") > 0 and broken):
         return None
-    tail, mean, limit = (100 * _value(figures, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit"))
     return (
         f"the price of risk λ is at its cap of {_value(figures, 'risk/lambda'):g}, and the last outcomes' CVaR is "
-        f"{tail:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %. So far the limit cannot be met."
+        f"{tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %."
     )
+
+
+def risk_infeasible(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """A price of risk that has nowhere to go, and a limit that is broken all the same."""
+    what = _broken_at_cap(figures)
+    if what is None or _value(figures, "risk/tail_outcomes") < FEW_TAIL_OUTCOMES:
+        return None
+    return f"{what} So far the limit cannot be met."
+
+
+def tail_undersampled(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """The same, with updates that see too little of the tail to tell whether the limit can be met."""
+    what, seen = _broken_at_cap(figures), _value(figures, "risk/tail_outcomes")
+    if what is None or not seen < FEW_TAIL_OUTCOMES:
+        return None
+    return f"{what} An update sees {seen:.2g} outcomes of the tail: too few to say that the limit cannot be met."
 
 
 def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
@@ -187,6 +216,13 @@ def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG0
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "learning_stopped",
+        learning_stopped,
+        "numbers that are not finite in every rollout or minibatch (warn/skipped_nonfinite). Set ppo.on_nonfinite=stop "
+        "to have the first one named.",
+        patience=3,
+    ),
     Rule(
         "critic_vanished",
         critic_vanished,
@@ -259,6 +295,12 @@ RULES: tuple[Rule, ...] = (
         "risk_infeasible",
         risk_infeasible,
         "a limit below what costs and gaps do to any position. Loosen risk.limit, shorten episodes, or trade less.",
+        patience=10,
+    ),
+    Rule(
+        "tail_undersampled",
+        tail_undersampled,
+        "too few episodes a rollout. Use more accounts, a larger ppo.n_steps, shorter episodes or a larger risk.alpha.",
         patience=10,
     ),
     Rule(

@@ -1,6 +1,6 @@
 """Learning targets: advantages, λ-returns, distributional targets, and their scales."""
 
-from tailguard.returns.distributional import draw_continuations, sr_lambda_targets
+from tailguard.returns.distributional import bootstrap_samples, draw_continuations, sr_lambda_targets
 from tailguard.returns.gae import gae, lambda_returns
 from tailguard.returns.normalise import (
     AdvantageMode,
@@ -15,6 +15,7 @@ __all__ = [
     "AdvantageMode",
     "MomentsChange",
     "RunningMoments",
+    "bootstrap_samples",
     "draw_continuations",
     "gae",
     "lambda_returns",

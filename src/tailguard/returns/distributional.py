@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,24 @@ def draw_continuations(
     return torch.rand(tuple(shape), generator=generator, device=device) < lam
 
 
+@lru_cache(maxsize=64)
+def midpoint_spread(count: int) -> float:
+    """Standard deviation of a standard Normal's midpoint quantiles, which miss its outer tails: 0.980 for 32."""
+    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return float(torch.special.ndtri(levels).std(correction=0))
+
+
+def bootstrap_samples(quantiles: Tensor) -> Tensor:
+    """Q equally likely samples of the return whose midpoint quantiles [..., Q] are given, [..., Q].
+
+    Drawn from the quantiles as they are, every bootstrap would cost a Normal 4 % of its variance at Q = 32. So the
+    quantiles are spread about their mean: a Normal then keeps mean and variance. A distribution without outer tails
+    comes out wider, by 2 % a bootstrap at Q = 32.
+    """
+    mean = quantiles.mean(-1, keepdim=True)
+    return mean + (quantiles - mean) / midpoint_spread(quantiles.shape[-1])
+
+
 @torch.no_grad()
 def sr_lambda_targets(
     rewards: Tensor,
@@ -32,11 +51,11 @@ def sr_lambda_targets(
 
     X_t^i = r_t + γ·X_{t+1}^i where sample i continues, r_t + γ·θ_i(o'_t) where it bootstraps, r_t where the episode
     terminated. Samples continue with probability λ inside an episode, never past a truncation or the rollout's end.
-    The fixed point is the distribution of the return for every λ; repeated projection on Q quantiles costs tail mass,
-    the less the larger λ is (use λ ≥ 0.95).
+    The fixed point is the distribution of the return for every λ; but each bootstrap reads Q quantiles in the place of
+    a distribution, which costs tail mass. With λ = 1 samples bootstrap at the end of a rollout only.
 
     rewards:                [T, N]
-    next_quantiles:         [T, N, Q], midpoint quantiles θ of the real successor o'_t (see `gae`)
+    next_quantiles:         [T, N, Q], samples θ of the return of the real successor o'_t (see `gae`)
     terminated, truncated:  [T, N] bool
     gamma:                  a number or 0-dim tensor
     continuations:          [T, N, Q] bool, from `draw_continuations`

@@ -20,8 +20,8 @@ AdvantageMode = Literal["global", "per_env", "off"]
 # Observations and returns arrive as float32: what varies less than this share of its mean is rounding, not signal.
 _FLOAT32_RESOLUTION = 2.0**-23
 
-# The powers of the gradient that Adam and its relatives average.
-_MOMENT_POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
+# The powers of the gradient that optimisers average: Adam and its relatives, and SGD with momentum.
+_MOMENT_POWERS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
 
 
 def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,16 +79,33 @@ class RunningMoments:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.std = torch.ones_like(self.mean)
         self.started = False
-        """Whether there was an update: the same as `count > 0`, known without asking the device."""
+        """Whether there was an update, known without asking the device; its owner may say no while nothing varies."""
+
+    @property
+    def varies(self) -> Tensor:
+        """Whether what was seen varies by more than rounding, for each entry, [*shape] bool."""
+        std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
+        return std > _FLOAT32_RESOLUTION * self.mean.abs()
+
+    @torch.no_grad()
+    def clear(self) -> None:
+        """Forget everything, in the present storage."""
+        for value in (self.mean, self.squares, self.count):
+            value.zero_()
+        self.std.fill_(1.0)
 
     @torch.no_grad()
     def update(self, batch: Tensor, mask: Tensor | None = None) -> MomentsChange:
-        """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983); rows where mask [...] is False do not count."""
+        """Merge a batch [..., *shape] (Chan, Golub & LeVeque 1983).
+
+        Rows where mask [...] is False do not count, nor do rows that hold a number that is not finite.
+        """
         self.started = True
         rows = batch.reshape(-1, *self.mean.shape)
-        if mask is None:
-            mask = torch.ones(rows.shape[0], dtype=torch.bool, device=batch.device)
-        batch_count, batch_mean, batch_squares = _moments(rows, mask.reshape(-1, *[1] * self.mean.dim()))
+        counted = rows.isfinite().flatten(1).all(-1) if self.mean.dim() else rows.isfinite()
+        if mask is not None:
+            counted = counted & mask.reshape(-1)
+        batch_count, batch_mean, batch_squares = _moments(rows, counted.reshape(-1, *[1] * self.mean.dim()))
         batch_count = batch_count.reshape(())
 
         first = self.count == 0.0
@@ -135,12 +152,12 @@ class RunningMoments:
                     f"{tuple(mine.shape)}; use the observations (features, window) the agent was saved with"
                 )
             mine.copy_(state[name])
-        self.started = bool(self.count > 0)
+        self.started = bool(self.varies.any())
         self._refresh_std()
 
     def _refresh_std(self) -> None:
         std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
-        self.std.copy_(torch.where(std <= _FLOAT32_RESOLUTION * self.mean.abs(), 1.0, std))
+        self.std.copy_(torch.where(self.varies, std, 1.0))
 
 
 @torch.no_grad()
@@ -210,11 +227,19 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     the new ones. For pinball the factor is 1, since its gradient knows no units. A utility is a gradient times its
     weight, so it gets one factor more; that a bias is also shifted, its utility learns from the gradients to come.
 
-    moments: the optimiser's state of one parameter, `optimiser.state[parameter]`
+    moments: the optimiser's state of one parameter, `optimiser.state[parameter]`; a tensor under an unknown name
+             is refused
     """
     gradient_factor = (old_std / new_std) ** (loss_degree - 1)
-    for name, power in _MOMENT_POWERS.items():
-        if name in moments:
-            moments[name].mul_(gradient_factor**power)
-    if "utility" in moments:
-        moments["utility"].mul_((old_std / new_std) ** loss_degree)
+    factors = {name: gradient_factor**power for name, power in _MOMENT_POWERS.items()}
+    factors["utility"] = (old_std / new_std) ** loss_degree
+    kept = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
+    unknown = [name for name, value in kept.items() if value.dim() > 0 and name not in factors]
+    if unknown:
+        raise ConfigError(
+            f"optimiser state {', '.join(unknown)}: how it scales with the return is not known, so it cannot follow a "
+            f"change of the return's scale. Use an optimiser whose state is among {', '.join(factors)}, as Adam or UPGD"
+        )
+    for name, factor in factors.items():
+        if name in kept:
+            kept[name].mul_(factor)

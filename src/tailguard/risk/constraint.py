@@ -95,6 +95,19 @@ class OutcomeWindow:
         gains, weights = -self.losses[:-1], self.weights
         return -var_from_samples(gains, alpha, weights), -cvar_from_samples(gains, alpha, weights)
 
+    def tail_error(self, alpha: float) -> Tensor:
+        """Standard error of the ES for independent losses; NaN while there are none.
+
+        √[(Var(L | tail) + (1 − α)(ES − VaR)²) / (n α)] (Manistre & Hancock 2005), as `cvar_standard_error`.
+        """
+        var, es = self.tail(alpha)
+        weights = self.weights / self.filled
+        beyond = weights * (self.losses[:-1] > var)
+        # The loss at the VaR itself fills the tail up to α.
+        rest = (alpha - beyond.sum()).clamp(min=0.0)
+        variance = ((beyond * (self.losses[:-1] - es).square()).sum() + rest * (var - es).square()) / alpha
+        return ((variance + (1 - alpha) * (es - var).square()) / (self.filled * alpha)).sqrt()
+
 
 class CVaRConstraint:
     """Keeps the window, the threshold ν and the price λ, and turns losses into costs.
@@ -181,6 +194,7 @@ class CVaRConstraint:
         violation = ((self.shortfall - self.scale) / self.scale).clamp(min=0.0)
         figures = {
             "risk/cvar_realised": -self.shortfall,
+            "risk/cvar_error": self.window.tail_error(self.config.alpha),
             "risk/mean_realised": -self.window.mean(),
             "risk/var_threshold": -self.threshold,
             "risk/lambda": self.price.clone(),

@@ -230,9 +230,10 @@ def describe_risk(agent: DistributionalPPO) -> str:
         named = window_in_words(agent.risk.horizon, 365.25 * 86_400_000 / agent.spec.frequency_ms)
         episodes = episodes if named.startswith("windows") else named
     what = {"episode": episodes, "drawdown": f"drawdowns within {episodes}", "bar": "bars"}[risk.measure]
+    sample = agent.risk.describe_sample()
     if risk.limit is None:
-        return f"risk-averse: mean − {risk.penalty:g} × loss of the worst {100 * risk.alpha:g} % of {what}"
-    return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average"
+        return f"risk-averse: mean − {risk.penalty:g} × loss of the worst {100 * risk.alpha:g} % of {what} · {sample}"
+    return f"budget: the worst {100 * risk.alpha:g} % of {what} lose ≤ {-100 * risk.limit:g} % on average · {sample}"
 
 
 def _describe_bars(bars: Bars | PreparedMarket) -> str:
