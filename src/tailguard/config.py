@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import itertools
 import textwrap
@@ -174,6 +175,7 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
     return "\n".join(lines)
 
 
+@functools.cache
 def field_docs(kind: type) -> Mapping[str, str]:
     """The sentence under each field of a dataclass, read from its source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))

@@ -21,6 +21,7 @@ from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, TailguardError
 from tailguard.models.agent import ActorCritic
+from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
@@ -28,6 +29,8 @@ PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
 EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
+FINITE = ("optimizer", "observations", "returns")
+"""Parts of the state that every action or update goes through: with a number in them that is not finite, all are not."""
 STREAMS = ("generator", "prediction_generator")
 
 
@@ -40,6 +43,8 @@ def load_agent(
     folder: Path, env: Any, device: torch.device | str | None, extensions: Sequence[LossTerm]
 ) -> DistributionalPPO:
     """Build the agent that the folder describes and fill it; it goes on with fresh episodes."""
+    if not folder.is_dir():
+        recover(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no agent here: there is no such folder")
     about, parts = read_sealed(folder, PARTS)
@@ -76,14 +81,14 @@ def load_agent(
 def capture(agent: DistributionalPPO) -> dict[str, State]:
     """Everything that decides how the agent goes on: weights, and the state of all that remembers, episodes included.
 
-    Weights that are not finite are refused: nobody could go on from them.
+    Weights, moments and statistics that are not finite are refused: nobody could go on from them.
     """
     parts = agent.parts()
     weights = parts.pop("agent").state_dict()
     state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
     if agent.state.carry is not None:
         state["env"] = agent.env.state_dict()
-    _check_finite("this agent", {"weights": weights, "optimizer": state["optimizer"]})
+    _check_finite("this agent", {"weights": weights, **{name: state[name] for name in FINITE}})
     return {"weights": weights, "state": state}
 
 
@@ -125,7 +130,7 @@ def restore(agent: DistributionalPPO, parts: Mapping[str, State], where: str, *,
         expected |= {name: state.get(name, {}) for name in STREAMS}
         expected["optimizer"] = {"moments": {}, "generators": {}}
     _check_fits(state, expected, "state", where)
-    _check_finite(where, {"weights": weights, "optimizer": state["optimizer"]})
+    _check_finite(where, {"weights": weights, **{name: state[name] for name in FINITE}})
     agent.runtime.forget()
     try:
         agent.agent.load_state_dict(weights)

@@ -15,7 +15,7 @@ from typing import Any
 from tailguard.config import RunConfig, load_config, to_dict, to_yaml
 from tailguard.errors import ConfigError
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-from tailguard.sealed import replace_synced
+from tailguard.places import replace_synced
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"

@@ -26,7 +26,7 @@ from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_t
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
 from tailguard.runs.folder import LOCK, PLAN, RunFolder
 from tailguard.runs.training import prepare_device, train_to_the_end
-from tailguard.sealed import replace_synced
+from tailguard.places import replace_synced
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars

@@ -24,9 +24,9 @@ from tailguard.evaluate.calibration import Calibration, RiskBudget, calibration
 from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
-from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
+from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, scaled_costs, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
-from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
+from tailguard.evaluate.trained import AGENT, TrainedRun, beside_baselines, share_of_optimum
 from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
 from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
 from tailguard.monitor.recording import STEP
@@ -34,6 +34,7 @@ from tailguard.sealed import read_about
 
 if TYPE_CHECKING:
     from tailguard.data.panel import Panel
+    from tailguard.market import MarketConfig
 
 Float = NDArray[np.float64]
 
@@ -105,10 +106,7 @@ class Evidence:
     @property
     def captured(self) -> float:
         """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
-        if OPTIMUM not in self.results:
-            return math.nan
-        mine, best = (self.results[name].equity[-1] for name in (AGENT, OPTIMUM))
-        return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
+        return share_of_optimum(self.results)
 
 
 def work_ahead(run: TrainedRun, known: Standing | None = None) -> int:
@@ -219,8 +217,19 @@ def alarms_in(figures: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ..
 
 def _stress(run: TrainedRun, own: BacktestResult, before_each: Callable[[str], None]) -> list[Scenario]:
     """The stress table, with the agent's own result where costs are as assumed."""
-    table = stress_table(run.agent, run.split.test, cost_factors=STRESSED_COSTS, before_each=before_each)
+    factors = [factor for factor in STRESSED_COSTS if _can_be_scaled(run.config.market, factor)]
+    table = stress_table(run.agent, run.split.test, cost_factors=factors, before_each=before_each)
+    # Free trading comes first; every market can be scaled down to it.
     return [table[0], Scenario("costs ×1, as assumed", own), *table[1:]]
+
+
+def _can_be_scaled(market: MarketConfig, factor: float) -> bool:
+    """Whether the costs times this factor are still in their ranges; a report leaves the others out."""
+    try:
+        scaled_costs(market, factor)
+    except ConfigError:
+        return False
+    return True
 
 
 def _calibration(run: TrainedRun) -> Calibration | None:
