@@ -1,9 +1,9 @@
 """Files and folders that are replaced whole: at every moment the old one, the new one, or enough on disk to go on.
 
 A folder is written beside its place as `.<name>.<process>.partial` and renamed when it is complete. One that it
-replaces steps aside as `.<name>.<process>.old` for the moment between two renames. A process that is killed there leaves
-the old folder aside; `recover` brings it back. Whoever writes holds a lock on what it writes, which the system lets go
-of however the process ends, so that leftovers of the dead are told from the work of the living.
+replaces steps aside as `.<name>.<process>.old` for the moment between two renames. A process that is killed there
+leaves the old folder aside; `recover` brings it back. Whoever writes holds a lock on what it writes, which the system
+lets go of however the process ends, so that leftovers of the dead are told from the work of the living.
 """
 
 from __future__ import annotations

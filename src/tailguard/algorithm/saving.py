@@ -30,7 +30,7 @@ PARTS = ("weights", "state")
 EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
 FINITE = ("optimizer", "observations", "returns")
-"""Parts of the state that every action or update goes through: with a number in them that is not finite, all are not."""
+"""Parts of the state that every action or update goes through; one NaN in them makes NaN of all."""
 STREAMS = ("generator", "prediction_generator")
 
 

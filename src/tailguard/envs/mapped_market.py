@@ -283,12 +283,16 @@ def _check_described(where: Path, manifest: Mapping[str, Any]) -> None:
             found = found.get(name) if isinstance(found, dict) else None
         return found
 
-    moments = [("about", "parts", part, end) for part in get_args(PartName) for end in ("start", "first", "stop", "last")]
+    ends = ("start", "first", "stop", "last")
+    moments = [("about", "parts", part, end) for part in get_args(PartName) for end in ends]
     numbers = [*moments, ("about", "frequency_ms"), ("about", "bars", "rows")]
-    wrong = [path for path in numbers if type(at(*path)) is not int or abs(at(*path)) > LATEST_MS]
-    tables = [("about", "settings"), ("about", "market"), ("about", "scaler"), ("about", "hashes")]
-    wrong += [path for path in (*tables, ("files", BARS), ("files", TRAIN)) if not isinstance(at(*path), dict)]
-    wrong += [("files", place, name) for place in (BARS, TRAIN) for name in at("files", place) or () if not isinstance(at("files", place, name), dict)]
+    wrong: list[tuple[str, ...]] = [
+        path for path in numbers if type(at(*path)) is not int or abs(at(*path)) > LATEST_MS
+    ]
+    tables = [("about", name) for name in ("settings", "market", "scaler", "hashes")]
+    files = [("files", place) for place in (BARS, TRAIN)]
+    entries = [(*path, name) for path in files for name in (at(*path) if isinstance(at(*path), dict) else ())]
+    wrong += [path for path in (*tables, *files, *entries) if not isinstance(at(*path), dict)]
     symbols = at("about", "symbols")
     if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
         wrong.append(("about", "symbols"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.config import RunConfig, load_config
+from tailguard.config import RunConfig, load_run_config
 from tailguard.data.prepare import prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
@@ -96,7 +96,7 @@ def run_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{folder}: a walk forward, which has a page of its own: {page}")
     if not path.is_file():
         raise ConfigError(f"{folder}: no run here: {path.name} is missing. Give the folder of a run, as runs/demo")
-    return load_config(path)
+    return load_run_config(path)
 
 
 def load_agent(folder: Path) -> DistributionalPPO:

@@ -16,9 +16,9 @@ from rich.console import Console
 from tailguard._version import __version__
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig
+from tailguard.console import say
 from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
-from tailguard.console import say
 from tailguard.errors import ConfigError, RunError, TailguardError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.report.verdict import budget_in_words, window_in_words
@@ -35,7 +35,7 @@ from tailguard.evaluate.trained import (
     why_no_optimum,
 )
 from tailguard.evaluate.trials import count_trials, record_trial
-from tailguard.runs.folder import RunFolder
+from tailguard.runs.folder import RunFolder, again
 from tailguard.runs.rehearsal import rehearse_report, short_budget, shortened
 from tailguard.runs.training import prepare_device, train_to_the_end
 from tailguard.runs.validation import Validation
@@ -61,7 +61,7 @@ class RunResult:
 
     @property
     def captured(self) -> float:
-        """The agent's log-growth as a share of the planted optimum's; NaN where none is known or the agent is ruined."""
+        """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
         return share_of_optimum(self.results)
 
 
@@ -88,8 +88,9 @@ def train(
 
     `verbose`: print the table of all figures every tenth iteration.
 
-    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
-    128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
+    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
+    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    intact.
     """
     run = RunFolder(folder)
     with run.claimed():
@@ -106,7 +107,7 @@ def train(
             Validation(agent, split.validation),
             console,
             resume=goes_on,
-            again=f"tailguard train --resume {run.path}",
+            again=again(run.path),
             ask=ask,
             verbose=verbose,
         )
@@ -158,8 +159,19 @@ def _rehearse(run: TrainedRun, console: Console) -> None:
 def resume_run(
     folder: Path, console: Console, ask: Callable[[str], bool] = _say_no, verbose: bool = False
 ) -> RunResult:
-    """Go on with the run in this folder, with its own settings."""
-    return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask, verbose=verbose)
+    """Go on with the run in this folder, with its own settings.
+
+    Settings that only say where and how long may have been edited since it began, if `ask` agrees to them.
+    """
+    run = RunFolder(folder)
+    config, edited = run.config(), run.edited()
+    if edited:
+        changes = f"{run.config_path}: edited since the run began ({'; '.join(edited.values())})"
+        # Bars that have moved are known by their content.
+        if edited.keys() != {"data.path"} and not ask(f"{changes}. Go on with the edited settings?"):
+            raise ConfigError(f"{changes}. Go on with the edited settings (--yes), or bring back those from before")
+        say(console, f"note     {changes}")
+    return train(config, folder, console, resume=True, ask=ask, verbose=verbose)
 
 
 def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
@@ -168,7 +180,7 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
             raise ConfigError(
-                f"{run.path}: this run exists already. Go on with it (--yes, or tailguard train --resume {run.path}), "
+                f"{run.path}: this run exists already. Go on with it (--yes, or {again(run.path)}), "
                 "or choose another --name"
             )
         return True

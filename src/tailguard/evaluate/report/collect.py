@@ -254,8 +254,10 @@ def _period(start: float, stop: float) -> str:
 
 def _facts(run: TrainedRun) -> dict[str, str]:
     """What identifies the run: SHA-256 of its weights, bars and features, and the versions it was made with."""
-    about = _manifest(run.folder / "agent")
-    facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in about["files"].items()}
+    manifest = run.folder / "agent" / "manifest.json"
+    # An agent that is not saved yet has no hashes.
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else {}
+    facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in files.items()}
     checkpoint = run.folder / "checkpoints" / f"step_{run.agent.num_timesteps}"
     made: Mapping[str, Any] = {}
     if checkpoint.is_dir():
@@ -269,8 +271,3 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     facts["steps"] = f"{run.agent.num_timesteps:,}"
     facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
     return facts
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return manifest
