@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import torch
 from rich.console import Console
 
 from tailguard.algorithm.saving import capture
@@ -175,7 +176,7 @@ def test_a_test_part_that_nothing_can_be_traded_on_is_refused_before_training(tm
 
 
 def test_the_rehearsal_trades_a_few_bars_and_changes_nothing(tmp_path: Path) -> None:
-    config = load_config(overrides=[*TINY, "data.test=400h"])
+    config = load_config(overrides=[*TINY, "data.test=200h"])
     quiet = Console(quiet=True)
     agent, bars, split, synthetic = runner.prepare_agent(config, RunFolder(tmp_path), quiet)
     run = runner.TrainedRun(tmp_path, config, agent, bars, split, synthetic)
@@ -185,5 +186,6 @@ def test_the_rehearsal_trades_a_few_bars_and_changes_nothing(tmp_path: Path) -> 
     runner._rehearse(run, quiet)
     after = dict(flat_tensors(capture(agent)))
     assert before.keys() == after.keys()
-    assert all(bool((before[name] == after[name]).all()) for name in before)
+    for name, value in before.items():  # figures that are not known yet are NaN
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0, equal_nan=True)
     assert list(tmp_path.iterdir()) == []
