@@ -118,6 +118,12 @@ def test_only_leftovers_of_this_place_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*others, ".place.2.partial"}
 
 
+def test_a_system_without_locks_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # importing it fails, as on Windows
+    with (tmp_path / "file").open("w") as file, pytest.raises(ImportError, match="on Windows, use WSL"):
+        lock(file.fileno())
+
+
 KILLED_PREPARE = """
 import os, sys
 from pathlib import Path

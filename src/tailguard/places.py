@@ -28,7 +28,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
         import fcntl
     except ImportError as error:
         raise ImportError(
-            "Tailguard's runs need a POSIX system, Linux or macOS, for file locks (fcntl); on Windows use WSL"
+            "Tailguard's runs need a POSIX system, Linux or macOS, for file locks (fcntl); on Windows, use WSL"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -124,10 +124,14 @@ def _is_folder(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _taken(folder: Path) -> Iterator[bool]:
-    """Whether the folder's lock is ours, for as long as it is entered."""
+    """Whether the folder's lock is ours, for as long as it is entered; never where the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield lock(descriptor)
+        try:
+            mine = lock(descriptor)
+        except OSError:
+            mine = False
+        yield mine
     finally:
         os.close(descriptor)
 
