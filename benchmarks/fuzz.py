@@ -28,7 +28,9 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +295,26 @@ def case(kind: str, number: int, seed: int, made: Path) -> Answer:
     return Answer(kind, number, "answered")
 
 
+def prepare_worker() -> None:
+    faulthandler.enable()
+
+
+def answers_of(wanted: list[tuple[str, int]], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
+    """The answers in order, up to a case whose process died."""
+    found: list[Answer] = []
+    with pool:
+        waiting = [pool.submit(case, kind, number, seed, made) for kind, number in wanted]
+        with contextlib.suppress(BrokenProcessPool):
+            for future in waiting:
+                found.append(future.result())
+    return found
+
+
+def alone(one: tuple[str, int], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
+    """The answer of a case in a process of its own, which may die of it."""
+    return answers_of([one], seed, made, pool) or [Answer(*one, "traceback", "the process died")]
+
+
 def make_things(made: Path) -> None:
     """A finished run, a prepared market and bars, to be damaged copy by copy."""
     from tailguard.data.synthetic import make_market
@@ -320,7 +342,6 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(CASES), help="one kind of case")
     parser.add_argument("--case", type=int, help="with --only: this case alone")
     arguments = parser.parse_args()
-    faulthandler.enable()
     begun = time.monotonic()
     wanted = [
         (kind, number)
@@ -333,16 +354,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
         # Spawned: a fork of a process in which Polars has run can hang.
-        spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(arguments.workers, mp_context=spawn) as pool:
-            pool.submit(make_things, made).result()
-            waiting = [pool.submit(case, kind, number, arguments.seed, made) for kind, number in wanted]
-            answers = []
-            for future in waiting:
-                answers.append(future.result())
-                if answers[-1].outcome != "answered":
-                    bad = answers[-1]
-                    print(f"--- {bad.kind} {bad.number}: {bad.outcome}: {bad.what}", flush=True)
+        pool = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"), initializer=prepare_worker)
+        with pool(1) as first:
+            first.submit(make_things, made).result()
+        answers: list[Answer] = []
+        while wanted:
+            done = answers_of(wanted, arguments.seed, made, pool(arguments.workers))
+            if len(done) < len(wanted):  # a process died; alone, the case that killed it is known
+                done += alone(wanted[len(done)], arguments.seed, made, pool(1))
+            for bad in (answer for answer in done if answer.outcome != "answered"):
+                print(f"--- {bad.kind} {bad.number}: {bad.outcome}: {bad.what}", flush=True)
+            answers += done
+            wanted = wanted[len(done) :]
     counts = Counter((answer.kind, answer.outcome) for answer in answers)
     print(f"\n{'kind':<10}{'cases':>8}{'answered':>10}{'traceback':>11}{'hang':>6}")
     for kind in SIZES:
