@@ -164,3 +164,13 @@ def test_no_flipped_bit_changes_a_setting_unseen(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_bytes(seal.replace(b'"gamma": 0.99', b'"gamma": 0.98'))
     with pytest.raises(ConfigError, match="does not match its own SHA-256"):
         load_run_config(path)
+
+
+def test_off_is_a_choice_and_no_boolean(tmp_path: Path) -> None:
+    assert load_config(overrides=["ppo.value_clip=off"]).ppo.value_clip == "off"
+    (tmp_path / "run.yaml").write_text("ppo: {normalise_advantages: off}\nmarket: {allow_short: no}\n")
+    config = load_config(tmp_path / "run.yaml", ["market.observed_funding=False"])
+    assert config.ppo.normalise_advantages == "off"
+    assert config.market.allow_short is False
+    assert config.market.observed_funding is False
+    assert load_config(overrides=["data.path=true.parquet"]).data.path == "true.parquet"

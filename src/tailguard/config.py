@@ -11,12 +11,13 @@ import hashlib
 import inspect
 import itertools
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 
@@ -28,6 +29,7 @@ from tailguard.market.config import MarketConfig
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
+BOOLEAN = "tag:yaml.org,2002:bool"
 LARGEST_CONFIG = 2**20
 """Bytes of a config file; all settings with their comments take about 15,000."""
 
@@ -310,12 +312,23 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases: a few lines of them stand for gigabytes."""
+    """YAML without aliases, a few lines of which stand for gigabytes.
+
+    Only true and false are booleans, as in YAML 1.2: `off` is a choice of several settings.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, pattern) for tag, pattern in patterns if tag != BOOLEAN]
+        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"an alias, *{self.peek_event().anchor}; write the value out")  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
+
+
+_PlainLoader.add_implicit_resolver(BOOLEAN, re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
 
 
 def _parse_yaml(text: str, what: str) -> Any:

@@ -45,7 +45,8 @@ TINY = (
 )
 LEGAL_TOGETHER = {
     "ppo.baseline=distribution": ("ppo.network.critic=quantile",),
-    "ppo.runtime=graph": (),
+    "ppo.upgd.step_factor=1": ("ppo.optimizer=upgd",),
+    "ppo.upgd.normalisation=minmax": ("ppo.optimizer=upgd",),
 }
 """Settings that a choice needs beside it."""
 
@@ -117,8 +118,7 @@ def test_a_choice_goes_through_to_the_report(tmp_path: Path, choice: str) -> Non
 @pytest.mark.parametrize("choice", [each for each in CHOICES if each not in QUICK])
 def test_every_choice_goes_through_or_is_refused_before_the_first_step(tmp_path: Path, choice: str) -> None:
     outcome = to_the_report(tmp_path, choice)
-    # Graphs need a GPU, and observed funding and quote volumes nothing; all else is legal by itself.
-    assert outcome == "reported" or choice in ("ppo.runtime=graph", "ppo.vgs.moments=optimizer")
+    assert outcome == "reported"
 
 
 @pytest.mark.parametrize("changes", EDGES[:2])
