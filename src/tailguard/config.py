@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -317,17 +317,16 @@ class _PlainLoader(yaml.SafeLoader):
     Only true and false are booleans, as in YAML 1.2: `off` is a choice of several settings.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
-        first: [(tag, pattern) for tag, pattern in patterns if tag != BOOLEAN]
-        for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"an alias, *{self.peek_event().anchor}; write the value out")  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
 
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in patterns if tag != BOOLEAN]
+    for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _PlainLoader.add_implicit_resolver(BOOLEAN, re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
 
 
