@@ -34,7 +34,7 @@ PLAN = "walk_forward.json"
 """What a walk forward was begun with; a folder with it is none of a single run."""
 NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
 """Everything that a run writes; nothing else in the folder is ever touched."""
-_LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest|.*\.html)\.\d+\.partial")
+_LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest)\.\d+\.partial")
 """Files of a run that a killed process left half written."""
 
 
