@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "errors", "flags", "shuffle", "validate", "memory", "sealed"),
+    ("_version", "console", "errors", "flags", "memory", "places", "sealed", "shuffle", "validate"),
     ("data",),
     ("market",),
     ("envs",),

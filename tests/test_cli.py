@@ -39,6 +39,8 @@ def test_config_prints_what_train_reads() -> None:
         (("train", "--set", "env.num_envs=-1"), "env.num_envs: -1 is out of range"),
         (("config", "pppo"), "Did you mean ppo?"),
         (("data", "check", "nowhere.csv"), "nowhere.csv"),
+        (("report", "nope"), "nope: no run here"),
+        (("train", "--name", "../x"), "--name '../x': the run's folder is runs/NAME"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tailguard.config import RunConfig, field_docs, load_config, to_dict, to_yaml
+from tailguard.config import (
+    RunConfig,
+    edited_settings,
+    field_docs,
+    load_config,
+    load_run_config,
+    seal_settings,
+    to_dict,
+    to_yaml,
+)
 from tailguard.errors import ConfigError
 
 
@@ -100,7 +111,7 @@ def test_aliases_are_refused_before_they_are_expanded(tmp_path: Path, depth: int
 def test_a_file_too_large_for_settings_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("ppo: [" + "1, " * 200_000 + "1]")
-    with pytest.raises(ConfigError, match=r"run\.yaml: 600 kB; settings take less than 262 kB"):
+    with pytest.raises(ConfigError, match=r"run\.yaml: 600,\d+ bytes; a config has at most 262,144"):
         load_config(path)
 
 
@@ -115,6 +126,94 @@ def test_a_long_value_is_shortened_in_the_message(override: str) -> None:
 def test_values_that_yaml_cannot_build_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="not readable as YAML") as refused:
+    with pytest.raises(ConfigError, match="not readable as YAML|nested too deeply") as refused:
         load_config(path)
     assert len(str(refused.value)) < 1_000
+
+
+def test_whole_numbers_in_scientific_notation_are_counts(tmp_path: Path) -> None:
+    assert load_config(overrides=["training.total_timesteps=1e6"]).training.total_timesteps == 1_000_000
+    (tmp_path / "run.yaml").write_text("training: {total_timesteps: 2e6}\n")
+    assert load_config(tmp_path / "run.yaml").training.total_timesteps == 2_000_000
+    with pytest.raises(ConfigError, match=r"total_timesteps.*not '1\.5e0'"):
+        load_config(overrides=["training.total_timesteps=1.5e0"])
+
+
+def test_a_wrong_override_is_named_and_not_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("ppo: {gamma: 0.9}\n")
+    with pytest.raises(ConfigError, match=r"^--set env\.num_envs=0: env\.num_envs: 0 is out of range"):
+        load_config(path, ["ppo.epochs=2", "env.num_envs=0", "ppo.n_steps=8"])
+    path.write_text("ppo: {gamma: 2}\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml: ppo\.gamma: 2 is out of range"):
+        load_config(path, ["ppo.epochs=2"])
+    # Wrong by itself, right with what comes after it.
+    path.write_text("risk: {limit: -0.1, penalty: 1}\n")
+    assert load_config(path, ["risk.penalty=0"]).risk.limit == -0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {embargo: 2021-13-40}\n", "not readable as YAML"),
+        (f"training: {{seed: {'9' * 5000}}}\n", "not readable as YAML"),
+        ("a: " + "[" * 5000, "nested too deeply|not readable"),
+        ("a: &a [1, 1]\nppo: *a\n", r"aliases \(\*a\) are not allowed; write the value out"),
+        ("x" * 2_000_000, "at most 262,144"),
+        (f"ppo: {{gamma: {'x' * 100_000}}}\n", "characters"),
+    ],
+)
+def test_odd_yaml_is_one_short_message(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as found:
+        load_config(path)
+    assert len(str(found.value)) < 1_000
+    with pytest.raises(ConfigError):
+        load_config(overrides=[f"ppo.gamma={text.partition(':')[2]}"])
+
+
+def test_settings_of_a_run_are_compared_with_those_it_was_begun_with(tmp_path: Path) -> None:
+    path, seal = tmp_path / "config.yaml", tmp_path / "settings.json"
+    path.write_text(to_yaml(RunConfig()))
+    seal.write_bytes(seal_settings(RunConfig()))
+    assert load_run_config(path) == RunConfig()
+    path.write_text(to_yaml(RunConfig()).replace("gamma: 0.99", "gamma: 0.5", 1))
+    with pytest.raises(ConfigError, match=r"changed since the run began \(ppo\.gamma was 0\.99 and is 0\.5\)"):
+        load_run_config(path)
+    path.write_text(to_yaml(RunConfig()).replace("total_timesteps: 2000000", "total_timesteps: 3000000"))
+    config = load_run_config(path)
+    assert config.training.total_timesteps == 3_000_000
+    assert edited_settings(path, config) == {
+        "training.total_timesteps": "training.total_timesteps was 2000000 and is 3000000"
+    }
+
+
+def test_no_flipped_bit_changes_a_setting_unseen(tmp_path: Path) -> None:
+    """Every bit of config.yaml in turn: an error, an edit that is named, or the same settings."""
+    path = tmp_path / "config.yaml"
+    config = RunConfig()
+    lines = [line for line in to_yaml(config, "risk").splitlines() if "#" not in line]
+    whole = "\n".join(lines).encode()
+    (tmp_path / "settings.json").write_bytes(seal_settings(config))
+    for place in random.Random(0).sample(range(8 * len(whole)), 60):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with contextlib.suppress(ConfigError):
+            assert load_run_config(path) == config
+    seal = (tmp_path / "settings.json").read_bytes()
+    path.write_bytes(whole)
+    (tmp_path / "settings.json").write_bytes(seal.replace(b'"gamma": 0.99', b'"gamma": 0.98'))
+    with pytest.raises(ConfigError, match="does not match its own SHA-256"):
+        load_run_config(path)
+
+
+def test_off_is_a_choice_and_no_boolean(tmp_path: Path) -> None:
+    assert load_config(overrides=["ppo.value_clip=off"]).ppo.value_clip == "off"
+    (tmp_path / "run.yaml").write_text("ppo: {normalise_advantages: off}\nmarket: {allow_short: no}\n")
+    config = load_config(tmp_path / "run.yaml", ["market.observed_funding=False"])
+    assert config.ppo.normalise_advantages == "off"
+    assert config.market.allow_short is False
+    assert config.market.observed_funding is False
+    assert load_config(overrides=["data.path=true.parquet"]).data.path == "true.parquet"

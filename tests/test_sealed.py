@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tailguard.errors import CheckpointError
-from tailguard.sealed import FORMAT, file_name, read_about, read_sealed, replace_synced, verify_sealed, write_sealed
+from tailguard.places import replace_synced
+from tailguard.sealed import FORMAT, file_name, read_about, read_sealed, verify_sealed, write_sealed
 
 NAMES = ("weights", "state")
 PARTS: dict[str, dict[str, Any]] = {

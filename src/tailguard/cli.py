@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import io
+import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,8 +12,13 @@ import typer
 
 from tailguard import cli_bench, cli_evaluate
 from tailguard._version import __version__
+from tailguard.console import say, steady_output
 from tailguard.errors import ConfigError, RunError, TailguardError
 from tailguard.memory import told_when_out_of_memory
+from tailguard.places import check_writable_place
+
+RUNS = "runs"
+"""Folder of all runs, in the working folder."""
 
 app = typer.Typer(
     name="tailguard",
@@ -59,7 +65,7 @@ def demo(
 
     console = Console()
     cli_evaluate.report_after_training(run_demo(out, seed, console), console)
-    console.print("next     tailguard data check your_bars.parquet, then tailguard train --data your_bars.parquet")
+    say(console, "next     tailguard data check your_bars.parquet, then tailguard train --data your_bars.parquet")
 
 
 @app.command()
@@ -106,8 +112,9 @@ def train(
         return
     given = list(overrides or [])
     if bars is not None:
-        given.append(f"data.path={bars}")
-    settings, folder = load_config(config, given), Path("runs") / (name or "run")
+        given.append(_path_setting(bars))
+    folder = _run_folder("run" if name is None else name)
+    settings = load_config(config, given)
     if walk_forward:
         from tailguard.evaluate.walk_forward import Plan
 
@@ -207,6 +214,7 @@ def data_prepare(
     The split, the features and the costs that depend on volume are those of the settings; runs must use the same.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from tailguard.config import load_config
     from tailguard.data.import_bars import ROWS
@@ -215,14 +223,14 @@ def data_prepare(
 
     size = ROWS if rows is None else rows
     check_count("--rows", size, low=1_000)
-    settings = load_config(config, [*(overrides or []), *([] if bars is None else [f"data.path={bars}"])])
+    settings = load_config(config, [*(overrides or []), *([] if bars is None else [_path_setting(bars)])])
     console = Console()
     with console.status("") as status:
-        market = prepare_market(settings, out, rows=size, replace=yes, say=status.update)
-    console.print(f"split    {market.describe()}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"prepared {len(market):,} bars in {out}", soft_wrap=True, markup=False, highlight=False)
-    given = "" if config is None else f"{config} "
-    console.print(f"next     tailguard train {given}--data {out}", soft_wrap=True, markup=False, highlight=False)
+        market = prepare_market(settings, out, rows=size, replace=yes, say=lambda line: status.update(escape(line)))
+    say(console, f"split    {market.describe()}")
+    say(console, f"prepared {len(market):,} bars in {out}")
+    given = "" if config is None else f"{shlex.quote(str(config))} "
+    say(console, f"next     tailguard train {given}--data {shlex.quote(str(out))}")
 
 
 @data.command("make")
@@ -242,6 +250,7 @@ def data_make(
     from tailguard.data.synthetic import describe, make_market
 
     check_writable(out)
+    check_writable_place(out)
     market = make_market(bars, assets=assets, frequency=frequency, seed=seed, signal=signal, correlation=correlation)
     market.save(out)
     typer.echo(f"{out}: {describe(market)}")
@@ -269,15 +278,35 @@ def data_fetch(
 
 def main() -> None:
     """Entry point: a user's mistake is one message and exit status 2, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ✓ shows ? instead of failing
-    try:
-        with told_when_out_of_memory(
-            "Make env.num_envs, ppo.n_steps, ppo.minibatch_size or the network smaller; bars that do not fit are "
-            "trained on from disk: tailguard data prepare"
-        ):
-            app()
-    except TailguardError as error:
-        typer.echo(str(error), err=True)
-        sys.exit(1 if isinstance(error, RunError) else 2)
+    with steady_output():
+        try:
+            with told_when_out_of_memory(
+                "Make env.num_envs, ppo.n_steps, ppo.minibatch_size or the network smaller; bars that do not fit are "
+                "trained on from disk: tailguard data prepare"
+            ):
+                app()
+        except TailguardError as error:
+            typer.echo(str(error), err=True)
+            sys.exit(1 if isinstance(error, RunError) else 2)
+        except OSError as error:
+            # A disk that is full or read-only; what must not be lost has a message of its own, and names the way out.
+            typer.echo(f"{error.filename or 'the disk'}: {error.strerror or error}", err=True)
+            sys.exit(1)
+
+
+def _run_folder(name: str) -> Path:
+    """The folder of a run by its name; a name may have parts, as btc/wide, and stays within runs/."""
+    parts = name.split("/")
+    odd = any(part in ("", ".", "..", RUNS) or not part.isprintable() for part in parts)
+    if odd or name.startswith("~"):
+        raise ConfigError(f"--name {name!r}: the run's folder is runs/NAME; choose a plain name, as btc or btc/wide")
+    folder = Path(RUNS, *parts)
+    for above in folder.parents:
+        if (above / "config.yaml").exists() or (above / "walk_forward.json").exists():
+            raise ConfigError(f"--name {name}: {above} is a run of its own; choose a name outside of it")
+    return folder
+
+
+def _path_setting(bars: Path) -> str:
+    """--data as a setting; quoted, since YAML would take a path such as `1.5` or `[a]` for something else."""
+    return f"data.path={json.dumps(str(bars))}"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tailguard.console import say
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -59,7 +61,7 @@ def bench(
     chosen = threads or torch.get_num_threads()
     console = Console()
     wanted = parts or list(Part)
-    _say(console, f"machine  {_machine(chosen)}")
+    say(console, f"machine  {_machine(chosen)}")
     with console.status("making a market"):
         prepared = prepare(make_market(BARS, seed=0).bars)
     for part in Part:
@@ -74,11 +76,7 @@ def bench(
         elif torch.cuda.is_available():
             console.print(_gpu(prepared, turns, max_envs, console))
         else:
-            _say(console, "gpu      no CUDA device here; nothing measured")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+            say(console, "gpu      no CUDA device here; nothing measured")
 
 
 def _machine(threads: int) -> str:
@@ -122,7 +120,7 @@ def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Consol
     }
     own: Group = {f"Tailguard's own shape, {defaults}": partial(ours, prepared, defaults)}
     if find_spec("sb3_contrib") is None:
-        _say(
+        say(
             console,
             "peer     sb3-contrib is not installed, so there is no comparison. pip install 'tailguard[dev]' has it",
         )

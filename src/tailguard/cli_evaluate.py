@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tailguard.console import say
 from tailguard.errors import ConfigError, RunError
+from tailguard.places import check_writable_place, replace_synced
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,11 +73,10 @@ def backtest(
         check_count("--trials", trials)
     if csv is not None:
         check_writable(csv)
+    for path in (csv, None if json_file in (None, "-") else Path(str(json_file))):
+        if path is not None:
+            check_writable_place(path)
     console = Console(stderr=json_file == "-")
-
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
     found = _backtests(run, data, split, symbol, (costs, delay, noise), trials, console)
     if json_file != "-":
         for line in found.seen.lines():
@@ -83,18 +84,18 @@ def backtest(
         print_standing(found.standing, found.title, console)
         console.print()
         for line in found.lines():
-            say(line)
+            say(console, line)
     if csv is not None:
         write_frame(found.standing.results["agent"].frame(), csv)
-        say(f"saved    {csv}")
+        say(console, f"saved    {csv}")
     if json_file is not None:
         stress = {"costs": costs, "delay": delay, "noise": noise}
         text = json.dumps({"run": str(run), "part": found.title, **stress, **found.figures()}, indent=2)
         if json_file == "-":
             typer.echo(text)
         else:
-            Path(json_file).write_text(text + "\n", encoding="utf-8")
-            say(f"saved    {json_file}")
+            replace_synced(Path(json_file), f"{text}\n".encode())
+            say(console, f"saved    {json_file}")
 
 
 def report(
@@ -127,7 +128,7 @@ def report(
     from tailguard.evaluate.report.tables import write_csv
     from tailguard.evaluate.report.verdict import verdict
     from tailguard.evaluate.standing import Budget
-    from tailguard.evaluate.trained import open_run
+    from tailguard.evaluate.trained import open_run, run_config
     from tailguard.validate import check_count, check_range
 
     if trials is not None:
@@ -135,6 +136,7 @@ def report(
     if limit is not None:
         check_range("--limit", limit, low=-1, high=0)
         check_range("--alpha", alpha, low=0, high=1, low_open=True, high_open=True)
+    run_config(run)
     path = out or run / "report.html"
     check_place(path)
     exports = [(suffix, save) for suffix, wanted, save in ((".pdf", pdf, save_pdf), (".png", png, save_png)) if wanted]
@@ -149,15 +151,15 @@ def report(
     with shown_steps("report", work_ahead(opened), console) as begin:
         evidence = collect(opened, budget=budget, trials=trials, before_each=begin)
     write_report(evidence, path)
-    console.print(f"verdict  {verdict(evidence)}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"report   {path}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"verdict  {verdict(evidence)}")
+    say(console, f"report   {path}")
     if csv:
         data = path.with_name(f"{path.stem}_data")
         write_csv(evidence, data)
-        console.print(f"saved    {data}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"saved    {data}")
     for suffix, save in exports:
         save(path, path.with_suffix(suffix))
-        console.print(f"saved    {path.with_suffix(suffix)}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"saved    {path.with_suffix(suffix)}")
 
 
 def report_after_training(result: RunResult, console: Console) -> None:
@@ -172,7 +174,7 @@ def report_after_training(result: RunResult, console: Console) -> None:
         evidence = collect(opened, known=result.standing, before_each=begin)
     write_report(evidence, path)
     line = f"report   {path}: {judge(evidence)}, Sharpe ratio {sharpe_in_words(evidence.sharpes['agent'])}"
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    say(console, line)
 
 
 def compare(
@@ -191,7 +193,7 @@ def compare(
         comparison = compare_runs(runs, before_each=begin)
     print_comparison(comparison, console)
     write_page(comparison_page(comparison), out)
-    console.print(f"chart    {out}", soft_wrap=True, markup=False, highlight=False)
+    say(console, f"chart    {out}")
 
 
 def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, ask: Callable[[str], bool]) -> None:
@@ -203,15 +205,12 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
     from tailguard.runs.folder import RunFolder
     from tailguard.runs.walk_forward import run_walk_forward
 
-    def say(line: str) -> None:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
-
     bars = bars_in_memory(config)
     try:
         with RunFolder(folder).claimed():
             walked = run_walk_forward(config, bars, folder, plan, console, ask=ask)
     except KeyboardInterrupt:
-        say(f"stopped  finished folds are kept in {folder}; the same command continues with the others")
+        say(console, f"stopped  finished folds are kept in {folder}; the same command continues with the others")
         raise typer.Exit(130) from None
     except OSError as error:
         raise RunError(
@@ -221,7 +220,7 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
     print_walk_forward(walked, console)
     page = folder / "walk_forward.html"
     write_page(walk_forward_page(walked, folder.resolve().name, to_yaml(config)), page)
-    say(f"page     {page}")
+    say(console, f"page     {page}")
 
 
 @contextmanager
@@ -229,7 +228,12 @@ def shown_steps(label: str, total: int, console: Console) -> Iterator[Callable[[
     """Show which of `total` steps is under way; the function given is called with a step's name when it begins."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(label, total=total, completed=-1)
 

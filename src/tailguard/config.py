@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
+import functools
+import hashlib
 import inspect
 import itertools
+import json
+import re
+import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +26,13 @@ from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
-from tailguard.memory import in_words
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
-LARGEST_FILE = 2**18
-"""Bytes of a file of settings; all of them with their comments take a twentieth."""
-LONGEST_QUOTE = 300
-"""Characters of a user's value that a message repeats."""
+BOOLEAN = "tag:yaml.org,2002:bool"
+LARGEST_CONFIG = 2**18
+"""Bytes of a config file; all settings with their comments take about 15,000."""
 
 
 @dataclass(frozen=True)
@@ -156,21 +160,100 @@ class RunConfig:
 def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
     """Read a YAML file and apply overrides such as `ppo.gamma=0.995`; what is not given keeps its default."""
     settings: dict[str, Any] = to_dict(base or RunConfig())
-    source = "settings"
+    source = "settings" if path is None else str(path)
     if path is not None:
-        source = str(path)
         _merge(settings, _read_yaml(path), source)
+    steps = [(source, copy.deepcopy(settings))]
     for override in overrides:
+        source = f"--set {_short(override, quoted=False)}"
         key, separator, value = override.partition("=")
         if not separator or not key.strip():
-            raise ConfigError(
-                f"--set {shortened(override)}: write it as section.key=value, for example ppo.gamma=0.995"
-            )
-        nested: Any = _parse_yaml(value, f"--set {shortened(override)}: the value is")
+            raise ConfigError(f"{source}: write it as section.key=value, for example ppo.gamma=0.995")
+        nested: Any = _parse_yaml(value, f"{source}: the value")
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        _merge(settings, nested, f"--set {shortened(override)}")
-    return _build(settings, source)
+        _merge(settings, nested, source)
+        steps.append((source, copy.deepcopy(settings)))
+    try:
+        return _build(settings, source)
+    except ConfigError:
+        # A setting may be right only together with a later one, so nothing is refused before; but what is wrong now is
+        # the fault of the first step from which on it was wrong.
+        for source, so_far in reversed(steps):
+            try:
+                _build(so_far, source)
+            except ConfigError as error:
+                found = error
+            else:
+                break
+        raise found from None
+
+
+MAY_CHANGE = (
+    "data.path",
+    *(f"training.{name}" for name in ("total_timesteps", "device", "threads")),
+    *(f"training.{name}" for name in ("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints")),
+)
+"""Settings of a run that its owner may edit after it began: where, how long and how safely, not what is learned."""
+BEGUN = "settings.json"
+"""Beside a run's config.yaml: the settings it was begun with, and their SHA-256."""
+
+
+def seal_settings(config: RunConfig) -> bytes:
+    """The settings as a run keeps them, to tell an edited or damaged config.yaml from its own."""
+    settings = to_dict(config)
+    return (json.dumps({"settings": settings, "sha256": _digest(settings)}, indent=1) + "\n").encode()
+
+
+def load_run_config(path: Path) -> RunConfig:
+    """The settings in a run's config.yaml; refuses those that are no longer what the run was begun with."""
+    config = load_config(path)
+    refused = [key for key in edited_settings(path, config) if key not in MAY_CHANGE]
+    if refused:
+        shown = "; ".join(difference for key, difference in edited_settings(path, config).items() if key in refused)
+        raise ConfigError(
+            f"{path}: changed since the run began ({shown}). Bring these settings back; to train with others, begin a "
+            f"new run: tailguard train {shlex.quote(str(path))} --name NEW"
+        )
+    return config
+
+
+def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
+    """How settings differ from those that the run of this config.yaml was begun with, by their names."""
+    seal = path.with_name(BEGUN)
+    if not seal.exists():  # of a run of an earlier version
+        return {}
+    way_out = f"If {path.name} is as it was when the run began, remove {seal} and go on"
+    try:
+        found = json.loads(seal.read_bytes())
+        begun, stated = found["settings"], found["sha256"]
+        is_whole = isinstance(begun, dict) and stated == _digest(begun)
+    except OSError as error:
+        raise ConfigError(f"{seal}: cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{seal}: damaged: {error!r}. {way_out}") from error
+    if not is_whole:
+        raise ConfigError(f"{seal}: damaged: its content does not match its own SHA-256. {way_out}")
+    return differing_settings(begun, to_dict(config))
+
+
+def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that are not what they were, by their names, as `ppo.gamma was 0.99 and is 0.5`."""
+    before, after = dict(flat_settings(then)), dict(flat_settings(now))
+    return {
+        key: f"{key} was {_short(before.get(key))} and is {_short(after.get(key))}"
+        for key in before | after
+        if before.get(key) != after.get(key)
+    }
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its whole name, as `ppo.gamma`."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -195,6 +278,7 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
     return "\n".join(lines)
 
 
+@functools.cache
 def field_docs(kind: type) -> Mapping[str, str]:
     """The sentence under each field of a dataclass, read from its source; inherited fields have their parent's."""
     docs: dict[str, str] = {}
@@ -216,9 +300,11 @@ def field_docs(kind: type) -> Mapping[str, str]:
 
 def _describe(config: Any, depth: int) -> Iterator[str]:
     indent = "  " * depth
+    kind: type = type(config)
+    docs = field_docs(kind)
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
-        yield from (f"{indent}# {line}" for line in textwrap.wrap(field_docs(type(config))[item.name], 110))
+        yield from (f"{indent}# {line}" for line in textwrap.wrap(docs[item.name], 110))
         if dataclasses.is_dataclass(value):
             yield f"{indent}{item.name}:"
             yield from _describe(value, depth + 1)
@@ -227,8 +313,28 @@ def _describe(config: Any, depth: int) -> Iterator[str]:
             yield f"{indent}{item.name}: {text}"
 
 
-class _Loader(yaml.SafeLoader):
-    """Plain values only, each written out: an alias in an alias in an alias is gigabytes in a few lines."""
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: cannot be read: not a plain file")
+        if path.exists() and path.stat().st_size > LARGEST_CONFIG:
+            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; a config has at most {LARGEST_CONFIG:,}")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    found = _parse_yaml(text, str(path))
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
+    return found
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without aliases, a few lines of which stand for gigabytes.
+
+    Only true and false are booleans, as in YAML 1.2: `off` is a choice of several settings.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -239,62 +345,66 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in patterns if tag != BOOLEAN]
+    for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainLoader.add_implicit_resolver(BOOLEAN, re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
+
+
 def _parse_yaml(text: str, what: str) -> Any:
-    """The value that `text` holds; `what` begins the message where it holds none."""
+    """The value; whatever is wrong with the text is a `ConfigError` that begins with `what`."""
+    loader = None
     try:
-        loader = _Loader(text)
-        try:
-            return loader.get_single_data()
-        finally:
-            loader.dispose()
-    except (yaml.YAMLError, ValueError) as error:  # values: a date that does not exist, a number of 5,000 digits
-        raise ConfigError(f"{what} not readable as YAML: {shortened(str(error))}") from error
+        loader = _PlainLoader(text)
+        return loader.get_single_data()
     except RecursionError as error:
-        raise ConfigError(f"{what} not readable as YAML: nested too deeply") from error
+        raise ConfigError(f"{what}: nested too deeply") from error
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+        # A date such as 2021-13-40 and an integer of 5,000 digits are ValueErrors.
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{what}: not readable as YAML: {reason}") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
 
 
-def shortened(text: str) -> str:
-    """`text` as a message may hold it."""
-    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]} … ({len(text):,} characters)"
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        if (size := path.stat().st_size) > LARGEST_FILE:
-            raise ConfigError(f"{path}: {in_words(size)}; settings take less than {in_words(LARGEST_FILE)}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    found = _parse_yaml(text, f"{path}:")
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
-    return found
-
-
-def _merge(settings: dict[str, Any], values: Mapping[Any, Any], source: str, prefix: str = "") -> None:
+def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
     """Put given values over the settings, in place; every key must be there already."""
-    for name, value in values.items():
+    for name, value in given.items():
         key = f"{prefix}{name}"
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")
         if isinstance(settings[name], dict):
             if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{source}: {key}: this is a section; give its settings, not {shortened(repr(value))}"
-                )
+                raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {_short(value)}")
             _merge(settings[name], value, source, f"{key}.")
         else:
-            settings[name] = value
+            settings[name] = _as_count(value) if type(settings[name]) is int else value
+
+
+def _as_count(value: Any) -> Any:
+    """1e6 where a whole number belongs: YAML takes it for text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() else value
+
+
+def _short(value: Any, quoted: bool = True) -> str:
+    text = repr(value) if quoted else str(value)
+    return text if len(text) <= 120 else f"{text[:100]}… ({len(text):,} characters)"
 
 
 def _unknown(name: str, known: Mapping[str, Any], key: str, command: str) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     prefix = key.removesuffix(name)
     hint = f"Did you mean {prefix}{near[0]}?" if near else f"There are {', '.join(known)}."
-    return f"{key}: no such setting. {hint}  ({command} lists them)"
+    return f"{_short(key, quoted=False)}: no such setting. {hint}  ({command} lists them)"
 
 
 def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
@@ -308,12 +418,16 @@ def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(settings))
-        raise ConfigError(f"{source}: {key}: {first['msg']}, not {shortened(repr(first['input']))}") from None
+        raise ConfigError(f"{source}: {key}: {first['msg']}, not {_short(first['input'])}") from None
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:
     """All keys at any depth."""
     return set(settings) | {name for part in settings.values() if isinstance(part, dict) for name in _names(part)}
+
+
+def _digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 A sealed folder holds one safetensors file for each part and `manifest.json`, which names the size and the SHA-256 of
 every file and carries a SHA-256 of its own. It is written beside its place, brought to the disk, read back, and only
-then renamed: whoever looks meets the old folder, the new one, or none, but never half of one.
+then renamed. Whoever reads meets the old folder or the new one, never half of one.
 
 A part is a nested dict of tensors, numbers, text, booleans, None and lists. Its tensors are named by their path
 (`optimizer/moments/…`); everything else is one JSON text in the file's metadata.
@@ -10,11 +10,9 @@ A part is a nested dict of tensors, numbers, text, booleans, None and lists. Its
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +24,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from tailguard.errors import CheckpointError
+from tailguard.places import new_folder, put_in_place, recover, sync_folder, write_synced
 
 FORMAT = 3
 """Version of the layout; a reader refuses every other one."""
@@ -53,20 +52,12 @@ def write_sealed(folder: Path, parts: Mapping[str, State], about: Mapping[str, A
     manifest["sha256"] = _digest(_canonical(manifest))
     files[MANIFEST] = (json.dumps(manifest, indent=2) + "\n").encode()
     _check_replaceable(folder, files)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # The process id keeps two writers apart; a leftover of a killed one is never read.
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(partial)
-        partial.mkdir()
+    with new_folder(folder) as partial:
         for name, data in files.items():
             write_synced(partial / name, data)
         sync_folder(partial)
         verify_sealed(partial, parts)
-        _move(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        put_in_place(partial, folder)
 
 
 def read_sealed(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,35 +115,6 @@ def read_regular(path: Path, largest: int) -> bytes:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_synced(path: Path, data: bytes) -> None:
-    """Write a file that is the old one or the new one, whenever it is read."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        write_synced(partial, data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the folder's names to the disk: a renamed file is safe only after this."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
     """Refuse a place that holds anything but an earlier sealed folder: replacing it would delete what is there."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
@@ -164,28 +126,13 @@ def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
         )
 
 
-def _move(partial: Path, folder: Path) -> None:
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    # A folder cannot be renamed onto one that holds files.
-    occupied = folder.exists() and any(folder.iterdir())
-    if occupied:
-        os.rename(folder, aside)
-    try:
-        os.rename(partial, folder)
-    except OSError:
-        if occupied:
-            os.rename(aside, folder)
-        raise
-    sync_folder(folder.parent)
-    if occupied:
-        shutil.rmtree(aside)
-
-
 # --- contents -------------------------------------------------------------------------------------------------------
 
 
 def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
     path = folder / MANIFEST
+    if not folder.exists():
+        recover(folder)
     manifest: dict[str, Any] = parse_json(path, read_regular(path, LARGEST_MANIFEST))
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if found != FORMAT:
@@ -198,7 +145,13 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
     if not isinstance(files, dict) or set(files) != expected:
         shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
         raise CheckpointError(f"{path}: names the files {shown}; there must be {', '.join(sorted(expected))}")
-    well_formed = all(isinstance(entry, dict) and set(entry) == {"bytes", "sha256"} for entry in files.values())
+    well_formed = all(
+        isinstance(entry, dict)
+        and set(entry) == {"bytes", "sha256"}
+        and isinstance(entry["bytes"], int)
+        and isinstance(entry["sha256"], str)
+        for entry in files.values()
+    )
     if not well_formed or not isinstance(manifest.get("about"), dict):
         raise CheckpointError(f"{path}: not a manifest that Tailguard has written")
     return manifest
@@ -244,7 +197,9 @@ def _decode(path: Path, data: bytes) -> dict[str, Any]:
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path}: not readable as safetensors: {error}") from error
     header = parse_json(path, data[8 : 8 + int.from_bytes(data[:8], "little")])
-    part = parse_json(path, header.get("__metadata__", {}).get(VALUES, "null").encode())
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    text = metadata.get(VALUES, "null") if isinstance(metadata, dict) else "null"
+    part = parse_json(path, str(text).encode())
     if not isinstance(part, dict):
         raise CheckpointError(f"{path}: safetensors, but not a part that Tailguard has written")
     for name, tensor in tensors.items():

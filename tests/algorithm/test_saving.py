@@ -373,3 +373,23 @@ def test_only_agents_of_plain_rows_do_without_their_environment(
 def test_wrong_rows_are_refused_by_a_loaded_agent(saved: Path) -> None:
     with pytest.raises(ConfigError, match=r"observation has shape \(5,\); the agent reads \(3,\) or a batch"):
         DistributionalPPO.load(saved).predict(np.zeros(5))
+
+
+@pytest.mark.parametrize("part", ["observations", "returns"])
+@pytest.mark.parametrize("figure", ["mean", "squares"])
+def test_statistics_that_are_not_finite_are_neither_saved_nor_loaded(
+    make_learner: Any, tmp_path: Path, part: str, figure: str
+) -> None:
+    learner = make_learner()
+    learner.learn(72)
+    learner.save(tmp_path / "good")
+    about, parts = read_sealed(tmp_path / "good", PARTS)
+    parts["state"][part][figure].view(-1)[0] = torch.nan
+    write_sealed(tmp_path / "bad", parts, about)
+    with pytest.raises(CheckpointError, match=f"numbers in {part}/{figure} are not finite"):
+        DistributionalPPO.load(tmp_path / "bad")
+    moments = learner.observation_moments if part == "observations" else learner.return_moments
+    getattr(moments, figure).view(-1)[0] = torch.inf
+    with pytest.raises(CheckpointError, match=f"this agent: 1 of .* numbers in {part}/{figure} are not finite"):
+        learner.save(tmp_path / "never")
+    assert not (tmp_path / "never").exists()

@@ -170,3 +170,28 @@ def test_costs_paid_move_the_weight() -> None:
 def test_settings_out_of_range_are_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=setting):
         best_growth(TRADING, **({"cost": 0.001, "bars_per_year": 1.0} | {setting: value}))
+
+
+def test_a_long_only_optimum_holds_cash_in_the_falling_state() -> None:
+    law = symmetric_law(drift=0.01, deviation=0.05, flip=0.3)  # Kelly's fraction is about 4
+    best = best_growth(law, cost=0.0, leverage=2.0, allow_short=False, bars_per_year=1.0)
+    np.testing.assert_array_equal(best.low, [0.0, 2.0])
+    np.testing.assert_array_equal(best.high, [0.0, 2.0])
+    assert best.log_growth == pytest.approx(law.probability @ np.log1p(2.0 * law.returns[1]) / 2, rel=1e-7)
+
+
+def test_leverage_beyond_ruin_adds_nothing() -> None:
+    # ±20 % with P(up) = 0.55: Kelly's fraction is 0.5 however much is allowed, and 5 would be ruin.
+    law = ReturnLaw(np.array([[0.2, -0.2]]), np.array([0.55, 0.45]), np.array([[1.0]]))
+    for leverage in (20.0, 125.0):
+        best = best_growth(law, cost=0.0, leverage=leverage, bars_per_year=1.0)
+        assert best.low[0] == best.high[0] == pytest.approx(0.5)
+        assert best.log_growth == pytest.approx(0.55 * np.log(1.1) + 0.45 * np.log(0.9), rel=1e-7)
+
+
+def test_a_ruined_account_gives_no_further_orders() -> None:
+    band = Optimum(0, 0, 1, 0, low=np.array([2.0]), high=np.array([2.0]), bars_per_year=1)
+    move = np.array([[0.0], [-0.6], [0.1], [0.1]])
+    orders = follow(band, np.zeros((4, 1), dtype=int), np.zeros((4, 1)), move, cost=0.0, holding=0.0)
+    # A fall of 60 % at a weight of 2 takes 120 % of the equity.
+    np.testing.assert_array_equal(orders[:, 0], [2.0, np.nan, np.nan, np.nan])

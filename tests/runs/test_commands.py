@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pytest
 import yaml
 
 from tailguard.config import to_dict
+from tailguard.data.synthetic import make_market
 from tailguard.runs.checkpoint import CheckpointStore
 
 MAIN = [sys.executable, "-c", "from tailguard.cli import main; main()"]
@@ -48,6 +51,84 @@ def test_control_c_saves_and_says_how_to_go_on(place: Path) -> None:
     )
     assert refused.returncode == 2
     assert "the run continues with its own settings; give no others" in refused.stderr
+
+
+def begin(place: Path, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], Path]:
+    """A training that has written its first figures, and its folder."""
+    process = subprocess.Popen(
+        [*MAIN, "train", "run.yaml", "--name", "btc", *arguments],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+    folder = place / "runs" / "btc"
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process, folder
+
+
+def test_a_closed_terminal_saves_and_the_run_can_go_on(place: Path) -> None:
+    """SIGHUP, twice as shell and system send it, with nobody left to read."""
+    process, folder = begin(place)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 129
+    step = int((folder / "latest").read_text().removeprefix("step_"))
+    assert CheckpointStore(folder, {}).newest_intact() == step
+    shorter = (folder / "config.yaml").read_text().replace("total_timesteps: 1280000", f"total_timesteps: {step}")
+    (folder / "config.yaml").write_text(shorter)
+    resume = [*MAIN, "train", "--resume", "runs/btc"]
+    refused = subprocess.run(resume, cwd=place, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert f"training.total_timesteps was 1280000 and is {step}" in refused.stderr
+    done = subprocess.run([*resume, "--yes"], cwd=place, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"resume   from step {step:,}" in done.stdout
+    (folder / "config.yaml").write_text(shorter.replace("gamma: 0.99", "gamma: 0.5", 1))
+    refused = subprocess.run([*resume, "--yes"], cwd=place, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "changed since the run began (ppo.gamma was 0.99 and is 0.5)" in refused.stderr
+
+
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, small_config) -> None:
+    config = small_config("training.total_timesteps=6400", "training.checkpoint_steps=640")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    process, folder = begin(tmp_path)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    messages = process.stderr.read()
+    assert process.wait(timeout=60) == 0, messages
+    assert "Traceback" not in messages
+    assert (folder / "latest").read_text() == "step_6400\n"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 50
+
+
+def test_names_with_markup_are_names(tmp_path: Path, small_config) -> None:
+    """A name, a symbol and a file that Rich would take for markup, through training and a backtest."""
+    bars = make_market(2_500, seed=4).bars.frame.drop("segment").with_columns(symbol=pl.lit("BTC[/x]"))
+    bars.rename({"time": "open_time"}).write_csv(tmp_path / "x[/b].csv".replace("/", "_"))
+    (tmp_path / "x[").mkdir()
+    (tmp_path / "x[" / "b].csv").write_bytes((tmp_path / "x[_b].csv").read_bytes())
+    config = small_config("training.total_timesteps=128")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
+    command = [*MAIN, "train", "run.yaml", "--data", "x[/b].csv", "--name", "[red]a[/b]"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "market   x[/b].csv · BTC[/x]" in done.stdout
+    assert "saved    runs/[red]a[/b]/agent" in done.stdout
+    assert (tmp_path / "runs" / "trials.jsonl").is_file()
+    command = [*MAIN, "backtest", "runs/[red]a[/b]", "--data", "x[/b].csv"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "b].csv, net" in done.stdout
 
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -127,7 +127,7 @@ def test_other_settings_are_named(whole: Path, small_config: Any, quiet: Console
     with pytest.raises(ConfigError) as found:
         train(config, whole, quiet, ask=yes)
     message = str(found.value)
-    assert "ppo.gamma: 0.99 there, 0.5 here; ppo.network.hidden: [8] there, [9] here)" in message
+    assert "ppo.gamma was 0.99 and is 0.5; ppo.network.hidden was [8] and is [9])" in message
     assert "tailguard train --resume" in message
 
 

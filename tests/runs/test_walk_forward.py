@@ -23,7 +23,7 @@ from tailguard.data.bars import Bars
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.trials import read_trials
 from tailguard.evaluate.walk_forward import Plan, WalkForward
-from tailguard.runs.walk_forward import run_walk_forward
+from tailguard.runs.walk_forward import _claim, run_walk_forward
 
 PLAN = Plan(folds=2, seeds=2, train=1_400)
 MAIN = [sys.executable, "-c", "from tailguard.cli import main; main()"]
@@ -139,3 +139,25 @@ def test_other_settings_other_folders_and_damage_are_named(
         run_walk_forward(config, market, folder, PLAN, QUIET)
     file.write_bytes(whole)
     assert json.loads((folder / "walk_forward.json").read_text())["sizes"]["folds"] == 2
+
+
+def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig, tmp_path: Path) -> None:
+    """Killed before each rename in turn: only the settings, only the plan, half-written files."""
+    plan = Plan(folds=2, train=1_400)
+    for left in ("settings.yaml", ".settings.yaml.77.partial", ".walk_forward.json.77.partial", ".lock"):
+        folder = tmp_path / left.strip(".") / "run"
+        folder.mkdir(parents=True)
+        (folder / left).write_text("")
+        _claim(folder, config, "0" * 64, plan, [])
+        assert json.loads((folder / "walk_forward.json").read_text())["sizes"]["folds"] == 2
+        assert (folder / "settings.yaml").is_file()
+    (folder / "settings.yaml").unlink()
+    _claim(folder, config, "0" * 64, plan, [])
+    assert (folder / "settings.yaml").is_file()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{" * 100_000, "\x00"])
+def test_a_damaged_plan_is_named_with_the_way_out(config: RunConfig, tmp_path: Path, text: str) -> None:
+    (tmp_path / "walk_forward.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"remove that folder to begin again, or choose another --name"):
+        _claim(tmp_path, config, "0" * 64, PLAN, [])

@@ -23,6 +23,7 @@ from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
 from tailguard.models.agent import ActorCritic
+from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
 
@@ -39,6 +40,8 @@ EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
 PARAMETERS = {"policy": "agent", "policy.optimizer": "optimizer", "observations": "observations", "returns": "returns"}
 """What `get_parameters` gives, SB3's names first, and the learner's parts they come from."""
+FINITE = ("optimizer", "observations", "returns")
+"""Parts of the state that every action or update goes through; one NaN in them makes NaN of all."""
 STREAMS = ("generator", "prediction_generator")
 
 
@@ -102,6 +105,8 @@ def find_agent(folder: Path) -> Path:
     candidates = [folder, folder.with_name(f"{folder.name}.zip")]
     candidates += [folder.with_suffix("")] if folder.suffix == ".zip" else []
     for candidate in candidates:
+        if not candidate.is_dir():
+            recover(candidate)
         if candidate.is_dir():
             return candidate
     raise CheckpointError(f"{folder}: no agent here: there is no such folder")
@@ -110,14 +115,14 @@ def find_agent(folder: Path) -> Path:
 def capture(agent: Learner) -> dict[str, State]:
     """Everything that decides how the agent goes on: weights, and the state of all that remembers, episodes included.
 
-    Weights that are not finite are refused: nobody could go on from them.
+    Weights, moments and statistics that are not finite are refused: nobody could go on from them.
     """
     parts = agent.parts()
     weights = parts.pop("agent").state_dict()
     state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
     if agent.state.carry is not None:
         state["env"] = agent.env.state_dict()
-    _check_finite("this agent", {"weights": weights, "optimizer": state["optimizer"]})
+    _check_finite("this agent", {"weights": weights, **{name: state[name] for name in FINITE}})
     return {"weights": weights, "state": state}
 
 
@@ -160,7 +165,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
         expected |= {name: state.get(name, {}) for name in STREAMS}
         expected["optimizer"] = {"moments": {}, "generators": {}}
     _check_fits(state, expected, "state", where)
-    _check_finite(where, {"weights": weights, "optimizer": state["optimizer"]})
+    _check_finite(where, {"weights": weights, **{name: state[name] for name in FINITE}})
     agent.runtime.forget()
     try:
         agent.agent.load_state_dict(weights)

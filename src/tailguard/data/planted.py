@@ -96,17 +96,25 @@ class _Programme:
 
 
 def best_growth(
-    law: ReturnLaw, *, cost: float, leverage: float = 1.0, holding: float = 0.0, bars_per_year: float
+    law: ReturnLaw,
+    *,
+    cost: float,
+    leverage: float = 1.0,
+    holding: float = 0.0,
+    allow_short: bool = True,
+    bars_per_year: float,
 ) -> Optimum:
     """The largest long-run log-growth of a trader who sees the market state, and the policy that reaches it.
 
     `cost` is paid on every unit of weight traded (fee + half spread), `holding` per bar on every unit of weight held,
     long or short. A weight that has drifted beyond ±`leverage` is traded back at the next open.
     """
-    check_range("leverage", leverage, low=0, high=10, low_open=True)
+    check_range("leverage", leverage, low=0, low_open=True)
+    # The law's worst return ruins a larger weight, and no growth makes up for log 0: the optimum stays below it.
+    leverage = min(leverage, 1 / (float(np.abs(law.returns).max()) + holding))
     check_range("cost", cost, low=0, high=0.5 / max(leverage, 1))
     check_range("holding", holding, low=0, high=0.01)
-    programme = _tabulate(law, cost, leverage, holding)
+    programme = _tabulate(law, cost, leverage, holding, allow_short)
     hold = np.broadcast_to(np.arange(len(programme.weights)), programme.growth.shape)
     action = _improve(programme, np.zeros_like(programme.growth), law, hold)
     for _ in range(MOST_ROUNDS):
@@ -120,13 +128,14 @@ def best_growth(
     )
 
 
-def _tabulate(law: ReturnLaw, cost: float, leverage: float, holding: float) -> _Programme:
+def _tabulate(law: ReturnLaw, cost: float, leverage: float, holding: float, allow_short: bool) -> _Programme:
     points = round(DRIFT_ROOM * STEPS_PER_LEVERAGE)
     weights = np.arange(-points, points + 1, dtype=np.float64) * (leverage / STEPS_PER_LEVERAGE)
     size = len(weights)
 
     distance = np.abs(weights[None, :] - weights[:, None])
-    allowed = np.broadcast_to(np.abs(weights) <= leverage * (1 + 1e-12), distance.shape)
+    reachable = (np.abs(weights) <= leverage * (1 + 1e-12)) & ((weights >= 0) | allow_short)
+    allowed = np.broadcast_to(reachable, distance.shape)
     left = np.maximum(1 - cost * distance, 0)
     trade = np.log(left, out=np.full_like(left, -np.inf), where=allowed & (left > 0))
 
@@ -199,7 +208,8 @@ def follow(
     """The policy's orders along a path, one account over all assets: target weights [T, A], NaN where it holds.
 
     Row t is decided at the close of bar t from `state[t]` [T, A]; it fills at the open of bar t+1, after the return
-    `gap[t + 1]` from the close before, and earns `move[t + 1]` from there to the close, [T, A] each.
+    `gap[t + 1]` from the close before, and earns `move[t + 1]` from there to the close, [T, A] each. An account that
+    the path ruins gives no further orders.
     """
     orders = np.full(gap.shape, np.nan)
     # Plain floats: one step needs the last, and for a handful of assets array operations cost more than they save.
@@ -217,5 +227,7 @@ def follow(
             value = filled * (1 + moved)
             equity += value - filled - cost * abs(filled - carried) - holding * abs(value)
             values.append(value)
+        if equity <= 0:
+            break
         weights = [value / equity for value in values]
     return orders

@@ -139,23 +139,40 @@ class SyntheticMarket:
             transition=np.array([[1 - flip, flip], [flip, 1 - flip]]),
         )
 
-    def optimum(self, cost: float = DEFAULT_COST, leverage: float = 1.0, funding: float = DEFAULT_FUNDING) -> Optimum:
+    def optimum(
+        self,
+        cost: float = DEFAULT_COST,
+        leverage: float = 1.0,
+        funding: float = DEFAULT_FUNDING,
+        allow_short: bool = True,
+    ) -> Optimum:
         """Best growth in one asset for a trader who sees the state, net of costs.
 
         `cost` is paid on traded notional and `funding`, per eight hours, on held notional. Market impact is not in it.
         """
         holding = funding * self.hours / 8
         bars_per_year = HOURS_PER_YEAR / self.hours
-        return best_growth(self.law(), cost=cost, leverage=leverage, holding=holding, bars_per_year=bars_per_year)
+        return best_growth(
+            self.law(),
+            cost=cost,
+            leverage=leverage,
+            holding=holding,
+            allow_short=allow_short,
+            bars_per_year=bars_per_year,
+        )
 
     def oracle_weights(
-        self, cost: float = DEFAULT_COST, leverage: float = 1.0, funding: float = DEFAULT_FUNDING
+        self,
+        cost: float = DEFAULT_COST,
+        leverage: float = 1.0,
+        funding: float = DEFAULT_FUNDING,
+        allow_short: bool = True,
     ) -> Float:
         """The optimal policy's target weights on these bars, [bars, assets]; NaN: hold.
 
         Row t is decided at the close of bar t. Several assets each get an equal share of the leverage.
         """
-        optimum = self.optimum(cost, leverage / self.state.shape[1], funding)
+        optimum = self.optimum(cost, leverage / self.state.shape[1], funding, allow_short)
         panel = self.bars.panel()
         gap = np.zeros_like(panel.open)
         gap[1:] = panel.open[1:] / panel.close[:-1] - 1

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
 from tailguard.market import MarketConfig
 from tailguard.market.tables import COLUMNS, TABLE_SETTINGS, Market, as_tensor, market_of_table
+from tailguard.places import recover
 
 if TYPE_CHECKING:
     from tailguard.data.bar_store import BarStore
@@ -37,6 +38,8 @@ BARS = "bars"
 TRAIN: Literal["train"] = "train"
 FORMAT = 1
 LARGEST_MANIFEST = 16 * 2**20
+LATEST_MS = 253_402_300_800_000
+"""The year 10,000 in milliseconds: no time of a bar is beyond it."""
 PRICES = ("open", "high", "low", "close", "volume", "funding")
 PartName = Literal["train", "validation", "test"]
 
@@ -238,7 +241,9 @@ def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequen
 
 
 def is_prepared_market(path: Path) -> bool:
-    """Whether this is the folder of a prepared market."""
+    """Whether this is the folder of a prepared market; one that a killed process left aside is brought back first."""
+    if not path.exists():
+        recover(path)
     return (path / MANIFEST).is_file()
 
 
@@ -259,13 +264,41 @@ def open_market(path: str | Path) -> PreparedMarket:
         raise BarsError(f"{where}: format {found!r}; this version of Tailguard reads format {FORMAT}")
     if manifest.pop("sha256", None) != digest_of(manifest):
         raise BarsError(f"{where}: its content does not match its own SHA-256; the file has been changed")
+    _check_described(where, manifest)
     for place in (BARS, TRAIN):
-        names = manifest["files"].get(place, {})
+        names = manifest["files"][place]
         if any(Path(name).name != name or name in (".", "..") for name in names):
             raise BarsError(f"{where}: names files outside the folder")
         if (folder / place).is_symlink():
             raise BarsError(f"{folder / place}: a symbolic link; links are not followed")
     return PreparedMarket(folder, manifest)
+
+
+def _check_described(where: Path, manifest: Mapping[str, Any]) -> None:
+    """Refuse a manifest with anything but what `seal` writes where a table, a number or a text belongs."""
+
+    def at(*path: str) -> Any:
+        found: Any = manifest
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    ends = ("start", "first", "stop", "last")
+    moments = [("about", "parts", part, end) for part in get_args(PartName) for end in ends]
+    numbers = [*moments, ("about", "frequency_ms"), ("about", "bars", "rows")]
+    wrong: list[tuple[str, ...]] = [
+        path for path in numbers if type(at(*path)) is not int or abs(at(*path)) > LATEST_MS
+    ]
+    tables = [("about", name) for name in ("settings", "market", "scaler", "hashes")]
+    files = [("files", place) for place in (BARS, TRAIN)]
+    entries = [(*path, name) for path in files for name in (at(*path) if isinstance(at(*path), dict) else ())]
+    wrong += [path for path in (*tables, *files, *entries) if not isinstance(at(*path), dict)]
+    symbols = at("about", "symbols")
+    if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
+        wrong.append(("about", "symbols"))
+    if wrong:
+        path = wrong[0]
+        raise BarsError(f"{where}: not the description of a market: {'.'.join(path)} is {str(at(*path))[:80]!r}")
 
 
 def seal(about: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from tailguard.config import to_dict
+from tailguard.console import say
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
@@ -136,7 +137,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         print_rows(("settings", *names), [(key, *values) for key, values in comparison.differing.items()], console)
     console.print()
     for note in comparison.notes():
-        console.print(f"note     {note}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"note     {note}")
 
 
 def comparison_page(comparison: Comparison) -> str:

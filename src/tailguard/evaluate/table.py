@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from tailguard.evaluate.metrics import horizons
 
@@ -32,11 +33,11 @@ def print_standing(standing: Standing, title: str, console: Console) -> None:
     for missed in ((), (TURNOVER,), (TURNOVER, AHEAD), (TURNOVER, AHEAD, FALL)):
         shown = {heading: cells for heading, cells in columns.items() if heading not in missed}
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(title, no_wrap=True)
+        table.add_column(Text(title), no_wrap=True)
         for heading in shown:
-            table.add_column(heading.replace("[", "\\["), justify="right", no_wrap=True)
+            table.add_column(Text(heading), justify="right", no_wrap=True)
         for name in standing.results:
-            table.add_row(name, *(cells.get(name, "–").replace("[", "\\[") for cells in shown.values()))
+            table.add_row(Text(name), *(Text(cells.get(name, "–")) for cells in shown.values()))
         if Measurement.get(console, console.options.update_width(1_000), table).maximum <= console.width:
             break
     console.print(table)
@@ -131,11 +132,10 @@ def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: 
     """A plain table of texts that are shown as they are: [5.78, 9.31] is no markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, heading in enumerate(headings):
-        table.add_column(
-            heading.replace("[", "\\["), justify="right" if position else "left", no_wrap=position == 0, overflow="fold"
-        )
+        justify: Literal["left", "right"] = "right" if position else "left"
+        table.add_column(Text(heading), justify=justify, no_wrap=position == 0, overflow="fold")
     for row in rows:
-        table.add_row(*(cell.replace("[", "\\[") for cell in row))
+        table.add_row(*map(Text, row))
     console.print(table)
 
 

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.config import RunConfig, load_config
+from tailguard.config import RunConfig, load_run_config
 from tailguard.data.prepare import prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, make_market
 from tailguard.envs.mapped_market import MappedBars, PreparedMarket, is_prepared_market, open_market
 from tailguard.envs.trading import TradingEnv
-from tailguard.errors import BarsError, ConfigError
+from tailguard.errors import BarsError, ConfigError, TailguardError
 from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import random_timing, standard_baselines
 from tailguard.evaluate.needs import check_memory, check_synthetic
 from tailguard.evaluate.prepared import check_settings
-from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, settings_hash
+from tailguard.evaluate.trials import Trial, bars_hash, settings_hash, trials_path
+from tailguard.places import recover
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from tailguard.data.bars import Bars
     from tailguard.market import MarketConfig
@@ -75,8 +76,8 @@ class TrainedRun:
 
     @property
     def trials_path(self) -> Path:
-        """The record of trials that the run belongs to, beside its folder."""
-        return self.folder.parent / TRIALS
+        """The record of trials that the run belongs to."""
+        return trials_path(self.folder)
 
 
 def open_run(folder: Path) -> TrainedRun:
@@ -96,12 +97,13 @@ def run_config(folder: Path) -> RunConfig:
         raise ConfigError(f"{folder}: a walk forward, which has a page of its own: {page}")
     if not path.is_file():
         raise ConfigError(f"{folder}: no run here: {path.name} is missing. Give the folder of a run, as runs/demo")
-    return load_config(path)
+    return load_run_config(path)
 
 
 def load_agent(folder: Path) -> DistributionalPPO:
     """The agent of the run in this folder."""
     path = folder / "agent"
+    recover(path)
     if not path.is_dir():
         raise ConfigError(
             f"{folder}: the run has no agent yet: its training has not finished. Resume it with: "
@@ -198,10 +200,35 @@ def beside_baselines(
 
     `bars`: a part of the run's own split. `before_each`: called with each name, to show progress.
     """
-    synthetic, optimum = run.synthetic, None
-    if synthetic is not None and synthetic.signal > 0:
-        optimum = _optimal_weights(run, synthetic, bars)
+    optimum = None
+    if run.synthetic is not None and run.synthetic.signal > 0 and why_no_optimum(run) is None:
+        optimum = _optimal_weights(run, run.synthetic, bars)
     return agent_and_baselines(run.agent, bars, run.config.market, optimum=optimum, before_each=before_each)
+
+
+def share_of_optimum(results: Mapping[str, BacktestResult]) -> float:
+    """The agent's log-growth as a share of the planted optimum's on the same bars.
+
+    NaN where no optimum is known, where it did not grow, and where the agent is ruined.
+    """
+    if OPTIMUM not in results:
+        return math.nan
+    mine, best = (float(results[name].equity[-1]) for name in (AGENT, OPTIMUM))
+    return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
+
+
+def why_no_optimum(run: TrainedRun) -> str | None:
+    """Why the best policy on a synthetic market's planted signal is unknown for these settings; None where it is not.
+
+    Settings that the dynamic programme does not cover, such as costs of a large part of the equity, are legal.
+    """
+    if run.synthetic is None or run.synthetic.signal == 0:
+        return None
+    try:
+        run.synthetic.optimum(*_optimum_settings(run.config))
+    except TailguardError as error:
+        return str(error)
+    return None
 
 
 def agent_and_baselines(
@@ -254,8 +281,13 @@ def _from_first_trade(bars: Bars, result: BacktestResult) -> Bars:
 
 
 def _optimal_weights(run: TrainedRun, synthetic: SyntheticMarket, bars: Bars) -> np.ndarray:
-    market = run.config.market
-    weights = synthetic.oracle_weights(market.fee + market.half_spread, market.leverage, market.funding_rate)
+    weights = synthetic.oracle_weights(*_optimum_settings(run.config))
     times = synthetic.bars.frame["time"].unique(maintain_order=True)
     first, last = bars.end_points
     return weights[np.flatnonzero(((times >= first) & (times <= last)).to_numpy())]
+
+
+def _optimum_settings(config: RunConfig) -> tuple[float, float, float, bool]:
+    """Cost of a trade, leverage, funding rate and whether shorts are allowed, as the planted optimum takes them."""
+    market = config.market
+    return market.fee + market.half_spread, market.leverage, market.funding_rate, market.allow_short

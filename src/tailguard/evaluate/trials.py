@@ -7,7 +7,6 @@ what is learned: the same training again, a resume, or another name for it is no
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from tailguard.config import RunConfig, to_dict
 from tailguard.errors import ConfigError
+from tailguard.places import lock
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -33,6 +33,8 @@ IRRELEVANT = {
     "training": ("device", "threads", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
 }
 """Settings that change where and how safely something is learned, not what. The bars are known by their content."""
+RUNS = "runs"
+"""Folder of all runs; names such as `btc/wide` are folders within it, and share its record."""
 _HASH_LENGTH = 64
 
 
@@ -59,6 +61,12 @@ class TrialCount:
     """Yearly Sharpe ratios of those that have one, [k]."""
     source: str
     """Where the number comes from, in words."""
+
+
+def trials_path(folder: Path) -> Path:
+    """The record that the run in this folder belongs to: in the nearest folder `runs` above it, else beside it."""
+    above = folder.absolute().parents
+    return next((each for each in above if each.name == RUNS), above[0]) / TRIALS
 
 
 def bars_hash(bars: Bars) -> str:
@@ -94,7 +102,7 @@ def record_trial(path: Path, trial: Trial) -> bool:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        lock(descriptor, wait=True)
         there = _read_all(descriptor)
         known, _ = _parse(there.splitlines())
         if any((each.data, each.config) == (trial.data, trial.config) for each in known):

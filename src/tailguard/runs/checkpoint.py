@@ -27,15 +27,8 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
-from tailguard.sealed import (
-    read_about,
-    read_regular,
-    read_sealed,
-    replace_synced,
-    sync_folder,
-    verify_sealed,
-    write_sealed,
-)
+from tailguard.places import replace_synced, sync_folder
+from tailguard.sealed import read_about, read_regular, read_sealed, verify_sealed, write_sealed
 
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from tailguard.config import RunConfig, load_config, to_dict, to_yaml
+from tailguard.config import (
+    BEGUN,
+    RunConfig,
+    differing_settings,
+    edited_settings,
+    load_run_config,
+    seal_settings,
+    to_dict,
+    to_yaml,
+)
 from tailguard.errors import ConfigError
+from tailguard.places import lock, recover, replace_synced
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-from tailguard.sealed import replace_synced
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -24,9 +32,15 @@ AGENT = "agent"
 LOCK = ".lock"
 PLAN = "walk_forward.json"
 """What a walk forward was begun with; a folder with it is none of a single run."""
-NAMES = (CONFIG, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
+NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
 """Everything that a run writes; nothing else in the folder is ever touched."""
-_LEFTOVER = re.compile(r"\.(config\.yaml|metrics\.jsonl|latest)\.\d+\.partial")
+_LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest)\.\d+\.partial")
+"""Files of a run that a killed process left half written."""
+
+
+def again(folder: Path) -> str:
+    """The command that goes on with the run in this folder."""
+    return f"tailguard train --resume {shlex.quote(str(folder))}"
 
 
 class RunFolder:
@@ -42,7 +56,11 @@ class RunFolder:
 
     def is_free(self) -> bool:
         """Whether a new run may begin here."""
-        return not self.path.exists() or (self.path.is_dir() and {item.name for item in self.path.iterdir()} <= {LOCK})
+        if not self.path.is_dir():
+            return not self.path.exists()
+        names = {item.name for item in self.path.iterdir() if not _LEFTOVER.fullmatch(item.name)}
+        # A run that was killed while it began has its seal and no settings yet.
+        return names <= {LOCK, BEGUN}
 
     def config(self) -> RunConfig:
         """The settings that the run was begun with."""
@@ -50,19 +68,20 @@ class RunFolder:
             raise ConfigError(f"{self.path}: a walk forward; to resume it, repeat the command that started it")
         if not self.holds_a_run():
             raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
-        return load_config(self.config_path)
+        return load_run_config(self.config_path)
+
+    def edited(self) -> dict[str, str]:
+        """How the run's settings were edited since it began, by their names."""
+        return edited_settings(self.config_path, self.config())
 
     def check_same(self, config: RunConfig) -> None:
-        """Raise unless the run was begun with these settings; the message names those that differ."""
-        then, now = dict(_flat(to_dict(self.config()))), dict(_flat(to_dict(config)))
-        differing = [
-            f"{key}: {then.get(key)!r} there, {now.get(key)!r} here" for key in now if then.get(key) != now[key]
-        ]
+        """Raise unless these are the run's settings; the message names those that differ."""
+        differing = list(differing_settings(to_dict(self.config()), to_dict(config)).values())
         if differing:
             shown = "; ".join(differing[:8]) + ("; …" if len(differing) > 8 else "")
             raise ConfigError(
                 f"{self.path}: this run was begun with other settings ({shown}). Choose another --name, or go on with "
-                f"its own settings: tailguard train --resume {self.path}"
+                f"its own settings: {again(self.path)}"
             )
 
     @contextlib.contextmanager
@@ -75,15 +94,12 @@ class RunFolder:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
         try:
             self._refuse_links()
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigError(
-                    f"{self.path}: another process is training this run; wait for it or stop it"
-                ) from error
+            if not lock(descriptor):
+                raise ConfigError(f"{self.path}: another process is training this run; wait for it or stop it")
             for path in self.path.iterdir():
-                if _LEFTOVER.fullmatch(path.name):  # of a process that was killed
+                if _LEFTOVER.fullmatch(path.name) and not path.is_dir():
                     path.unlink()
+            recover(self.agent_path)
             yield
         finally:
             os.close(descriptor)
@@ -98,17 +114,20 @@ class RunFolder:
         """Remove an earlier run, write the settings, which make the folder a run's, and then empty figures."""
         try:
             self._clear()
+            replace_synced(self.path / BEGUN, seal_settings(config))
             replace_synced(self.config_path, to_yaml(config).encode())
             replace_synced(self.metrics_path, b"")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
 
     def _clear(self) -> None:
-        for name in (LATEST, CONFIG, METRICS):
-            (self.path / name).unlink(missing_ok=True)
+        (self.path / LATEST).unlink(missing_ok=True)
         for name in (CHECKPOINTS, TENSORBOARD, AGENT):
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
+        # The settings go last: without them a kill would leave a folder that is neither a run's nor free.
+        for name in (METRICS, BEGUN, CONFIG):
+            (self.path / name).unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> tuple[int, int]:
         """Keep the lines up to this step, so that the run can write the later ones again; returns (kept, dropped)."""
@@ -133,11 +152,3 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["time/total_timesteps"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,8 +39,8 @@ from tailguard.errors import BarsError, ConfigError, RunError
 from tailguard.evaluate.prepared import bound_settings
 from tailguard.evaluate.trials import hash_of
 from tailguard.market.tables import COLUMNS, TableStream, check_table
+from tailguard.places import new_folder, put_in_place, recover, sync_folder, write_synced
 from tailguard.runs.checkpoint import prepared_hashes
-from tailguard.sealed import sync_folder, write_synced
 
 
 def prepare_market(
@@ -62,35 +60,22 @@ def prepare_market(
         raise ConfigError("data.path: names no bars to prepare; give a file or folder, as --data bars.parquet")
     if is_prepared_market(Path(config.data.path)):
         raise ConfigError(f"data.path: {config.data.path} is a prepared market already")
+    recover(out)
     if out.exists() and not (replace and is_prepared_market(out)):
         hint = "replace it with --yes" if is_prepared_market(out) else "choose another"
         raise ConfigError(f"{out}: there is something of this name already; {hint}")
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
-        with _folder(partial):
+        with new_folder(out) as partial:
             about, files = _write(config, partial, rows, say)
             write_synced(partial / MANIFEST, seal(about, files))
             for place in (partial / BARS, partial / TRAIN, partial):
                 sync_folder(place)
-            if out.exists():
-                shutil.rmtree(out)
-            os.rename(partial, out)
-            sync_folder(out.parent)
+            put_in_place(partial, out)
     except OSError as error:
         raise RunError(
             f"{error.filename or out}: {error.strerror}. Nothing was left behind; make room, or choose another folder"
         ) from error
     return open_market(out)
-
-
-@contextlib.contextmanager
-def _folder(place: Path) -> Iterator[None]:
-    """A folder that is gone afterwards, unless it was renamed."""
-    place.mkdir(parents=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def _write(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +16,28 @@ from rich.console import Console
 from tailguard._version import __version__
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig
+from tailguard.console import say
 from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket, describe
-from tailguard.errors import ConfigError
+from tailguard.errors import ConfigError, RunError, TailguardError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.notes import baseline_notes
 from tailguard.evaluate.report.verdict import budget_in_words, ratio_against, window_in_words
-from tailguard.evaluate.standing import Standing, own_budget, standing
+from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
 from tailguard.evaluate.table import growth_of, print_standing
 from tailguard.evaluate.trained import (
     AGENT,
-    OPTIMUM,
     TrainedRun,
     beside_baselines,
     build_agent,
     market_of,
+    share_of_optimum,
     split_of,
+    why_no_optimum,
 )
 from tailguard.evaluate.trials import count_trials, record_trial
-from tailguard.runs.folder import RunFolder
+from tailguard.runs.folder import RunFolder, again
+from tailguard.runs.rehearsal import rehearse_report, short_budget, shortened
 from tailguard.runs.training import prepare_device, train_to_the_end
 from tailguard.runs.validation import Validation
 
@@ -57,11 +62,8 @@ class RunResult:
 
     @property
     def captured(self) -> float:
-        """The agent's log-growth as a share of the planted optimum's on the same bars; NaN where none is known."""
-        if OPTIMUM not in self.results:
-            return math.nan
-        mine, best = (math.log(self.results[name].equity[-1]) for name in (AGENT, OPTIMUM))
-        return mine / best if best > 0 else math.nan
+        """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
+        return share_of_optimum(self.results)
 
 
 def _say_no(_: str) -> bool:
@@ -87,13 +89,16 @@ def train(
 
     `verbose`: print the table of all figures every tenth iteration.
 
-    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
-    128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
+    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
+    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    intact.
     """
     run = RunFolder(folder)
     with run.claimed():
         goes_on = _goes_on(run, config, replace, resume, ask)
         agent, bars, split, synthetic = prepare_agent(config, run, console)
+        trained = TrainedRun(folder, config, agent, bars, split, synthetic)
+        _rehearse(trained, console)
         if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
         store = train_to_the_end(
@@ -103,38 +108,72 @@ def train(
             Validation(agent, split.validation),
             console,
             resume=goes_on,
-            again=f"tailguard train --resume {run.path}",
+            again=again(run.path),
             ask=ask,
             verbose=verbose,
         )
-        trained = TrainedRun(folder, config, agent, bars, split, synthetic)
         with console.status("") as status:
-
-            def show(name: str) -> None:
-                status.update(f"test     {name}")
-
-            results = beside_baselines(trained, trained.part("test"), before_each=show)
-            notes = baseline_notes(results, trained.part("test"), config.market)
-            found = standing(results, own_budget(config), notes=notes, before_each=show)
-            result = RunResult(folder, agent, found)
+            result = _judge(trained, own_budget(config), lambda name: status.update(f"test     {name}"))
         note = _write_down(trained, result)
-    console.print()
-    print_standing(result.standing, "test, net of costs", console)
-    console.print(f"\nverdict  {verdict(result)}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"budget   {budget_of(result)}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"trials   {note}", soft_wrap=True, markup=False, highlight=False)
+    _show(result, console)
+    say(console, f"trials   {note}")
     best = store.best()
     if best not in (None, agent.num_timesteps):
-        console.print(f"best     on validation: {store.folder}/step_{best}", soft_wrap=True)
-    console.print(f"saved    {run.agent_path}  (curves: tensorboard --logdir {folder})", soft_wrap=True)
+        say(console, f"best     on validation: {store.folder}/step_{best}")
+    say(console, f"saved    {run.agent_path}  (curves: tensorboard --logdir {shlex.quote(str(folder))})")
     return result
+
+
+def _judge(run: TrainedRun, budget: Budget | None, before_each: Callable[[str], None]) -> RunResult:
+    """The agent on the test part beside the baselines, with intervals and the verdict on the budget."""
+    results = beside_baselines(run, run.part("test"), before_each=before_each)
+    notes = baseline_notes(results, run.part("test"), run.config.market)
+    return RunResult(run.folder, run.agent, standing(results, budget, notes=notes, before_each=before_each))
+
+
+def _show(result: RunResult, console: Console) -> None:
+    console.print()
+    print_standing(result.standing, "test, net of costs", console)
+    console.print()
+    say(console, f"verdict  {verdict(result)}")
+    say(console, f"budget   {budget_of(result)}")
+
+
+def _rehearse(run: TrainedRun, console: Console) -> None:
+    """Do on a few bars what is done after training: nothing may fail then that could be known now."""
+    unknown = why_no_optimum(run)
+    if unknown is not None:
+        say(console, f"note     the planted optimum is unknown for these settings: {unknown}")
+    try:
+        short = shortened(run)
+        result = _judge(short, short_budget(own_budget(run.config)), lambda _: None)
+        _show(result, Console(file=io.StringIO()))
+        rehearse_report(short, result.standing)
+    except (TailguardError, OSError):
+        raise
+    except Exception as error:
+        raise RunError(
+            f"with these settings the run could not be judged after its training: {error!r}. Nothing was trained. "
+            "This is a defect of Tailguard: please report it with the settings"
+        ) from error
 
 
 def resume_run(
     folder: Path, console: Console, ask: Callable[[str], bool] = _say_no, verbose: bool = False
 ) -> RunResult:
-    """Go on with the run in this folder, with its own settings."""
-    return train(RunFolder(folder).config(), folder, console, resume=True, ask=ask, verbose=verbose)
+    """Go on with the run in this folder, with its own settings.
+
+    Settings that only say where and how long may have been edited since it began, if `ask` agrees to them.
+    """
+    run = RunFolder(folder)
+    config, edited = run.config(), run.edited()
+    if edited:
+        changes = f"{run.config_path}: edited since the run began ({'; '.join(edited.values())})"
+        # Bars that have moved are known by their content.
+        if edited.keys() != {"data.path"} and not ask(f"{changes}. Go on with the edited settings?"):
+            raise ConfigError(f"{changes}. Go on with the edited settings (--yes), or bring back those from before")
+        say(console, f"note     {changes}")
+    return train(config, folder, console, resume=True, ask=ask, verbose=verbose)
 
 
 def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
@@ -143,7 +182,7 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
             raise ConfigError(
-                f"{run.path}: this run exists already. Go on with it (--yes, or tailguard train --resume {run.path}), "
+                f"{run.path}: this run exists already. Go on with it (--yes, or {again(run.path)}), "
                 "or choose another --name"
             )
         return True
@@ -157,16 +196,14 @@ def prepare_agent(
 ) -> tuple[DistributionalPPO, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
     """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
     prepare_device(config)
-    console.print(
-        f"[bold]Tailguard {__version__}[/bold] · {config.training.device}, {torch.get_num_threads()} threads "
-        f"· seed {config.training.seed} · {run.path}"
-    )
+    threads = f"{config.training.device}, {torch.get_num_threads()} threads"
+    say(console, f"Tailguard {__version__} · {threads} · seed {config.training.seed} · {run.path}", style="bold")
     bars, synthetic = market_of(config)
-    console.print(f"market   {describe(synthetic) if synthetic else _describe_bars(bars)}", soft_wrap=True)
+    say(console, f"market   {describe(synthetic) if synthetic else _describe_bars(bars)}")
     split = split_of(config, bars)
-    console.print(f"split    {split.describe()}", soft_wrap=True)
+    say(console, f"split    {split.describe()}")
     agent = build_agent(config, split.train, config.training.seed)
-    console.print(f"agent    {describe_agent(agent)}", soft_wrap=True)
+    say(console, f"agent    {describe_agent(agent)}")
     return agent, bars, split, synthetic
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig
+from tailguard.console import say
 from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.monitor.recording import FigureWriter
 from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
@@ -52,8 +53,9 @@ def train_to_the_end(
     `again`: the command that goes on after a stop, for messages.
     `ask`: answers whether to go on from an older checkpoint where the newest is damaged.
 
-    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint; the process exits with status
-    128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is intact.
+    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
+    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    intact.
     """
     store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
     try:
@@ -109,13 +111,13 @@ def _take_up(
         changed = store.restore(agent, step)
     removed = store.forget_after(step)
     kept, dropped = run.cut_metrics(step)
-    console.print(f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
+    say(console, f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
     if kept != agent.state.iteration:
-        console.print(f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
+        say(console, f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
     if dropped:
-        console.print(f"note     {dropped} iterations after the checkpoint are done again")
+        say(console, f"note     {dropped} iterations after the checkpoint are done again")
     for name, (then, now) in changed.items():
-        console.print(f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
+        say(console, f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
 
 
 def _learn(
@@ -131,10 +133,10 @@ def _learn(
     training = config.training
     left = training.total_timesteps - agent.num_timesteps
     if left <= 0:
-        console.print(f"training is complete: {agent.num_timesteps:,} steps")
+        say(console, f"training is complete: {agent.num_timesteps:,} steps")
         return
     if validation is not None and not validation.episodes:
-        console.print("note     the validation part is shorter than an episode, so checkpoints have no score")
+        say(console, "note     the validation part is shorter than an episode, so checkpoints have no score")
     steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
     with StopSignals() as stop:
         keeper = Keeper(
@@ -151,7 +153,5 @@ def _learn(
             writers.append(ConsoleTable(every=10))
         agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
     if stop.received is not None:
-        console.print(
-            f"saved    checkpoint step {keeper.saved_step:,} written and verified. Resume: {again}", soft_wrap=True
-        )
+        say(console, f"saved    checkpoint step {keeper.saved_step:,} written and verified. Resume: {again}")
         raise SystemExit(128 + stop.received)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,22 +18,26 @@ from rich.console import Console
 
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.config import RunConfig, to_dict, to_yaml
+from tailguard.console import say
 from tailguard.data.splits import Fold
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.trained import build_agent
-from tailguard.evaluate.trials import TRIALS, Trial, bars_hash, count_trials, record_trial, settings_hash
+from tailguard.evaluate.trials import Trial, bars_hash, count_trials, record_trial, settings_hash, trials_path
 from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
+from tailguard.places import recover, replace_synced
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
 from tailguard.runs.folder import LOCK, PLAN, RunFolder
 from tailguard.runs.training import prepare_device, train_to_the_end
-from tailguard.sealed import replace_synced
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 SETTINGS = "settings.yaml"
 """Not config.yaml, by which a folder is known as that of a single run."""
+
+_BEGINNING = re.compile(rf"{re.escape(LOCK)}|(\.?{re.escape(SETTINGS)}|\.{re.escape(PLAN)})(\.\d+\.partial)?")
+"""What a walk forward that was killed before it had a plan can have left: nothing that was trained."""
 
 
 def run_walk_forward(
@@ -49,7 +54,7 @@ def run_walk_forward(
     `folder`: begun here, or by an earlier call with the same settings, bars and plan, which then goes on.
     `ask`: answers whether to go on from an older checkpoint where the newest of a fold is damaged.
 
-    The first SIGINT or SIGTERM ends the training after the iteration, with a checkpoint of the fold under way.
+    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint of the fold under way.
     """
     prepare_device(config)
     folds = plan_folds(config, bars, plan)
@@ -76,10 +81,11 @@ def _trained(
 ) -> DistributionalPPO:
     """The agent of a fold: as it was finished, or trained to its end, from its newest checkpoint if it has one."""
     place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
+    recover(place.agent_path)
     done = place.agent_path.is_dir()
     what = "is finished" if done else "trains"
     line = f"fold {fold.number} of {folds}, seed {seed}, {what}: {fold.describe().partition(': ')[2]}"
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    say(console, line)
     if done:
         return _finished(place)
     place.path.mkdir(parents=True, exist_ok=True)
@@ -113,7 +119,7 @@ def _counted(
 
     All folds of a seed are one trial: they make one record that nobody chose from. Seeds are trials of their own.
     """
-    path, mine = folder.parent / TRIALS, []
+    path, mine = trials_path(folder), []
     for number, account in enumerate(walked.stitched):
         also = {"walk forward": _sizes(plan), "seed": config.training.seed + number}
         ratio = account.metrics["sharpe"]
@@ -123,7 +129,7 @@ def _counted(
         for trial in mine:
             record_trial(path, trial)
     except OSError as error:
-        console.print(f"note     {path} cannot be written: {error.strerror}. This walk forward is not counted")
+        say(console, f"note     {path} cannot be written: {error.strerror}. This walk forward is not counted")
     return replace(walked, trials=count_trials(path, mine))
 
 
@@ -141,7 +147,7 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
     }
     path = folder / PLAN
     if path.is_file():
-        begun = json.loads(path.read_text(encoding="utf-8"))
+        begun = _read_plan(path)
         for part, value in wanted.items():
             if begun.get(part) != value:
                 how = _first_difference(begun.get(part), value)
@@ -149,12 +155,29 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
                     f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
                     "choose another --name"
                 )
-        return
-    if folder.exists() and any(item.name != LOCK for item in folder.iterdir()):
+    elif folder.exists() and any(not _BEGINNING.fullmatch(item.name) for item in folder.iterdir()):
         raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_synced(folder / SETTINGS, to_yaml(config).encode())
-    replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        # The plan first: by it the folder is known, and a walk forward that is killed here can go on.
+        replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
+    if not (folder / SETTINGS).is_file():
+        replace_synced(folder / SETTINGS, to_yaml(config).encode())
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    try:
+        begun = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        begun, reason = None, f": {error}"
+    else:
+        reason = ""
+    if not isinstance(begun, dict):
+        raise ConfigError(
+            f"{path}: not readable as the plan of a walk forward{reason}. Without it nobody can tell what the folds in "
+            f"{path.parent} were trained with: remove that folder to begin again, or choose another --name"
+        )
+    return begun
 
 
 def _first_difference(then: Any, now: Any, where: str = "") -> str:

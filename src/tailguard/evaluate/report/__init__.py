@@ -7,7 +7,7 @@ from pathlib import Path
 from tailguard.errors import ConfigError
 from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.sections import report_page
-from tailguard.sealed import replace_synced
+from tailguard.places import replace_synced
 
 
 def write_report(evidence: Evidence, path: Path) -> None:

@@ -25,10 +25,10 @@ from tailguard.evaluate.notes import baseline_notes
 from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
-from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, stress_table
+from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, scaled_costs, stress_table
 from tailguard.evaluate.timing import TimingTest, timing_test
 from tailguard.evaluate.trades import Trade, round_trips
-from tailguard.evaluate.trained import AGENT, OPTIMUM, TrainedRun, beside_baselines
+from tailguard.evaluate.trained import AGENT, TrainedRun, beside_baselines, share_of_optimum
 from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
 from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
 from tailguard.monitor.recording import STEP
@@ -36,6 +36,7 @@ from tailguard.sealed import read_about
 
 if TYPE_CHECKING:
     from tailguard.data.panel import Panel
+    from tailguard.market import MarketConfig
 
 Float = NDArray[np.float64]
 
@@ -111,10 +112,7 @@ class Evidence:
     @property
     def captured(self) -> float:
         """The agent's log-growth as a share of the planted optimum's; NaN where none is known or either is ruined."""
-        if OPTIMUM not in self.results:
-            return math.nan
-        mine, best = (self.results[name].equity[-1] for name in (AGENT, OPTIMUM))
-        return math.log(mine) / math.log(best) if mine > 0 and best > 1 else math.nan
+        return share_of_optimum(self.results)
 
 
 def work_ahead(run: TrainedRun, known: Standing | None = None) -> int:
@@ -228,8 +226,19 @@ def alarms_in(figures: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ..
 
 def _stress(run: TrainedRun, own: BacktestResult, before_each: Callable[[str], None]) -> list[Scenario]:
     """The stress table, with the agent's own result where costs are as assumed."""
-    table = stress_table(run.agent, run.split.test, cost_factors=STRESSED_COSTS, before_each=before_each)
+    factors = [factor for factor in STRESSED_COSTS if _can_be_scaled(run.config.market, factor)]
+    table = stress_table(run.agent, run.split.test, cost_factors=factors, before_each=before_each)
+    # Free trading comes first; every market can be scaled down to it.
     return [table[0], Scenario("costs ×1, as assumed", own), *table[1:]]
+
+
+def _can_be_scaled(market: MarketConfig, factor: float) -> bool:
+    """Whether the costs times this factor are still in their ranges; a report leaves the others out."""
+    try:
+        scaled_costs(market, factor)
+    except ConfigError:
+        return False
+    return True
 
 
 def _calibration(run: TrainedRun) -> Calibration | None:
@@ -254,8 +263,10 @@ def _period(start: float, stop: float) -> str:
 
 def _facts(run: TrainedRun) -> dict[str, str]:
     """What identifies the run: SHA-256 of its weights, bars and features, and the versions it was made with."""
-    about = _manifest(run.folder / "agent")
-    facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in about["files"].items()}
+    manifest = run.folder / "agent" / "manifest.json"
+    # An agent that is not saved yet has no hashes.
+    files = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else {}
+    facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in files.items()}
     checkpoint = run.folder / "checkpoints" / f"step_{run.agent.num_timesteps}"
     made: Mapping[str, Any] = {}
     if checkpoint.is_dir():
@@ -269,8 +280,3 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     facts["steps"] = f"{run.agent.num_timesteps:,}"
     facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
     return facts
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return manifest

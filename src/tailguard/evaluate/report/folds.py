@@ -8,6 +8,7 @@ import numpy as np
 import plotly.graph_objects as go
 from rich.console import Console
 
+from tailguard.console import say
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import interval, sharpe_statistic
 from tailguard.evaluate.report.charts import equity_chart
@@ -155,4 +156,4 @@ def print_walk_forward(walked: WalkForward, console: Console) -> None:
     print_rows(ACCOUNT_HEADINGS, account_rows(walked), console)
     console.print()
     for number, sentence in enumerate(in_words(walked)):
-        console.print(f"{'' if number else 'verdict':<8} {sentence}", soft_wrap=True, markup=False, highlight=False)
+        say(console, f"{'' if number else 'verdict':<8} {sentence}")

@@ -17,7 +17,7 @@ from tailguard.evaluate.report.charts import DAY_MS, close_times
 from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.table import percent
 from tailguard.evaluate.trades import Trade
-from tailguard.sealed import replace_synced
+from tailguard.places import replace_synced
 
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 TRADE_HEADINGS = ("entry", "exit", "symbol", "side", "held", "entry price", "exit price", "size", "costs", "net P&L")

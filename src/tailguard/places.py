@@ -1,0 +1,187 @@
+"""Files and folders that are replaced whole: at every moment the old one, the new one, or enough on disk to go on.
+
+A folder is written beside its place as `.<name>.<process>.partial` and renamed when it is complete. One that it
+replaces steps aside as `.<name>.<process>.old` for the moment between two renames. A process that is killed there
+leaves the old folder aside; `recover` brings it back. Whoever writes holds a lock on what it writes, which the system
+lets go of however the process ends, so that leftovers of the dead are told from the work of the living.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PATIENCE = 2.0
+"""Seconds to wait for a living process that is between two renames."""
+
+
+def lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Take the lock of an open file or folder; False if another process holds it."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ImportError(
+            "Tailguard's runs need a POSIX system, Linux or macOS, for file locks (fcntl); on Windows, use WSL"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """An empty folder beside `place` to write into; it is gone afterwards, unless `put_in_place` has moved it."""
+    recover(place)
+    partial = _beside(place, "partial")
+    partial.mkdir(parents=True)
+    try:
+        with _held(partial):
+            yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, place: Path) -> None:
+    """Rename a complete folder to its place; one that is there steps aside first and is removed last."""
+    # A folder cannot be renamed onto one that holds files.
+    if not (place.exists() and any(place.iterdir())):
+        os.rename(partial, place)
+        sync_folder(place.parent)
+        return
+    aside = _beside(place, "old")
+    with _held(place):
+        os.rename(place, aside)
+        try:
+            os.rename(partial, place)
+        except OSError:
+            os.rename(aside, place)
+            raise
+        sync_folder(place.parent)
+        # A partial is never brought back: one that a kill leaves half removed must not be taken for the old folder.
+        os.rename(aside, partial)
+        shutil.rmtree(partial)
+
+
+def recover(place: Path) -> None:
+    """Bring back a folder that a killed process left aside, and remove what killed processes left half written.
+
+    What a living process holds is left alone; while it is between two renames, this waits for it.
+    """
+    if not place.parent.is_dir():
+        return
+    deadline = time.monotonic() + PATIENCE
+    while not _recovered(place) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _recovered(place: Path) -> bool:
+    """Go through the leftovers once; False if the place is empty because a living process is replacing it."""
+    waiting = False
+    for path, kind in _leftovers(place):
+        try:
+            with _taken(path) as mine:
+                if not mine:
+                    waiting |= kind == "old"
+                elif kind == "old" and not os.path.lexists(place):
+                    os.rename(path, place)
+                    sync_folder(place.parent)
+                else:
+                    shutil.rmtree(path)
+        except FileNotFoundError:  # another process was faster
+            continue
+        except OSError as error:
+            # Whoever may only read cannot clean up; what is in its place can be read all the same.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+    return not waiting or os.path.lexists(place)
+
+
+def _leftovers(place: Path) -> list[tuple[Path, str]]:
+    """Folders that a process has left beside the place, those that stepped aside first."""
+    name = re.compile(re.escape(f".{place.name}.") + r"\d+\.(partial|old)")
+    try:
+        found = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
+    except OSError:
+        return []
+    return sorted(((path, kind) for path, kind in found if _is_folder(path)), key=lambda one: (one[1] != "old", one[0]))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _taken(folder: Path) -> Iterator[bool]:
+    """Whether the folder's lock is ours, for as long as it is entered; never where the file system has no locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            mine = lock(descriptor)
+        except OSError:
+            mine = False
+        yield mine
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock; it follows the folder through renames."""
+    with _taken(folder):
+        yield
+
+
+def replace_synced(path: Path, data: bytes) -> None:
+    """Write a file that is the old one or the new one, whenever it is read."""
+    partial = _beside(path, "partial")
+    try:
+        partial.unlink(missing_ok=True)
+        write_synced(partial, data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to the disk."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the folder's names to the disk: a renamed file is safe only after this."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_writable_place(path: Path) -> None:
+    """Raise OSError unless a file of this name could be written: better before the work than after it."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "the folder does not exist", str(path.parent))
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, "cannot write there", str(path.parent))
+
+
+def _beside(path: Path, kind: str) -> Path:
+    # The process id keeps two writers apart.
+    return path.with_name(f".{path.name}.{os.getpid()}.{kind}")

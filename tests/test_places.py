@@ -1,0 +1,152 @@
+"""Whatever is replaced exists at every moment: a process is killed before each of its filesystem calls in turn."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tailguard.config import load_config
+from tailguard.data.synthetic import make_market
+from tailguard.envs.mapped_market import open_market
+from tailguard.places import lock, new_folder, put_in_place, recover, write_synced
+from tailguard.runs.preparing import prepare_market
+from tailguard.sealed import read_sealed, write_sealed
+
+EVENTS = {"open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.listdir", "os.scandir"}
+"""Audit events of CPython that come before a filesystem call."""
+
+
+def killed_at(call: int, work: Callable[[], None]) -> bool:
+    """Do the work in a process that dies before its n-th filesystem call; False if it had fewer."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def count(event: str, _: object) -> None:
+            nonlocal seen
+            if event in EVENTS:
+                seen += 1
+                if seen == call:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(count)
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WEXITSTATUS(status) in (0, 9)
+    return os.WEXITSTATUS(status) == 9
+
+
+def write_market(place: Path, text: str) -> None:
+    """A folder as `data prepare` makes it: with folders in it, put into place when it is complete."""
+    with new_folder(place) as partial:
+        (partial / "bars").mkdir()
+        write_synced(partial / "bars" / "close", text.encode())
+        write_synced(partial / "market.json", text.encode())
+        put_in_place(partial, place)
+
+
+def read_market(place: Path) -> str:
+    recover(place)
+    texts = {(place / name).read_text() for name in ("bars/close", "market.json")}
+    assert len(texts) == 1
+    return texts.pop()
+
+
+def write_agent(place: Path, text: str) -> None:
+    write_sealed(place, {"weights": {"value": torch.tensor([float(ord(text))])}}, {"text": text})
+
+
+def read_agent(place: Path) -> str:
+    about, parts = read_sealed(place, ("weights",))
+    assert parts["weights"]["value"].item() == ord(about["text"])
+    return str(about["text"])
+
+
+@pytest.mark.parametrize(("write", "read"), [(write_market, read_market), (write_agent, read_agent)])
+def test_a_kill_at_any_call_leaves_the_old_folder_or_the_new_one(tmp_path: Path, write, read) -> None:
+    found, call = [], 0
+    while True:
+        call += 1
+        place = tmp_path / str(call) / "place"
+        write(place, "a")
+        was_killed = killed_at(call, lambda place=place: write(place, "b"))
+        found.append(read(place))
+        # The next writer leaves nothing behind of the dead one.
+        write(place, "c")
+        assert read(place) == "c"
+        assert [path.name for path in place.parent.iterdir()] == ["place"]
+        if not was_killed:
+            break
+    assert found[-1] == "b"
+    assert found == sorted(found)
+    assert found.count("a") > 5
+    assert found.count("b") > 3
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    write_market(place, "a")
+    partial = tmp_path / ".place.1.partial"
+    partial.mkdir()
+    descriptor = os.open(partial, os.O_RDONLY)
+    assert lock(descriptor)
+    recover(place)
+    assert partial.exists()
+    os.close(descriptor)
+    recover(place)
+    assert not partial.exists()
+    assert read_market(place) == "a"
+
+
+def test_only_leftovers_of_this_place_are_removed(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    others = [".place2.1.partial", ".place.x.partial", "place.1.partial", ".place.1.partial.kept", ".places.1.old"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".place.2.partial").symlink_to(tmp_path / others[0])
+    recover(place)
+    assert {path.name for path in tmp_path.iterdir()} == {*others, ".place.2.partial"}
+
+
+def test_a_system_without_locks_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # importing it fails, as on Windows
+    with (tmp_path / "file").open("w") as file, pytest.raises(ImportError, match="on Windows, use WSL"):
+        lock(file.fileno())
+
+
+KILLED_PREPARE = """
+import os, sys
+from pathlib import Path
+from tailguard.cli import main
+
+def die(event, arguments):
+    if event == "os.rename" and Path(os.fsdecode(arguments[1])).name == "market":
+        os._exit(9)
+
+sys.addaudithook(die)
+sys.argv = ["tailguard", "data", "prepare", "market", "--data", "bars.parquet", "--yes", "--set", "data.embargo=1d"]
+main()
+"""
+
+
+def test_a_prepared_market_survives_a_kill_while_it_is_replaced(tmp_path: Path) -> None:
+    make_market(1_500, seed=1).save(tmp_path / "bars.parquet")
+    config = load_config(overrides=[f"data.path={tmp_path / 'bars.parquet'}", "data.embargo=1d"])
+    before = prepare_market(config, tmp_path / "market").sha256
+    make_market(1_500, seed=2).save(tmp_path / "bars.parquet")
+    command = [sys.executable, "-c", KILLED_PREPARE]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 9
+    market = open_market(tmp_path / "market")
+    market.verify()
+    assert market.sha256 == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bars.parquet", "market"]
