@@ -287,9 +287,9 @@ class PathwiseConfig(LearnerConfig):
 
     n_steps: int = 16
     """Bars in a window that the gradient goes back through, 8 to 64; 0: whole episodes."""
-    learning_rate: float | str = 1e-2
+    learning_rate: float | str = "linear:1e-2:1e-3"
     """Step size of the policy, a schedule; 1e-3 to 2e-2."""
-    critic_learning_rate: float | str = 1e-3
+    critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int = 1
     """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing."""
