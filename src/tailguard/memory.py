@@ -72,7 +72,7 @@ def told_when_out_of_memory(way_out: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         wanted = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ ?[KMGTP]?i?[Bb]\w*)", str(error))
-        asked = f" when {wanted[1]} more were asked for" if wanted else ""
+        asked = f" when allocating {wanted[1]}" if wanted else ""
         raise ConfigError(f"out of memory{asked}. {way_out}") from error
 
 

@@ -118,12 +118,10 @@ def read_regular(path: Path, largest: int) -> bytes:
 def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
     """Refuse a place that holds anything but an earlier sealed folder: replacing it would delete what is there."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"{folder}: there is something else of this name; choose another")
+        raise CheckpointError(f"{folder}: exists and is not a folder; choose another name")
     others = sorted({path.name for path in folder.iterdir()} - set(files)) if folder.exists() else []
     if others:
-        raise CheckpointError(
-            f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose one of its own"
-        )
+        raise CheckpointError(f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose a new folder")
 
 
 # --- contents -------------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != expected:
         shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
-        raise CheckpointError(f"{path}: names the files {shown}; there must be {', '.join(sorted(expected))}")
+        raise CheckpointError(f"{path}: lists the files {shown}; expected {', '.join(sorted(expected))}")
     well_formed = all(
         isinstance(entry, dict)
         and set(entry) == {"bytes", "sha256"}
@@ -153,7 +151,7 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
         for entry in files.values()
     )
     if not well_formed or not isinstance(manifest.get("about"), dict):
-        raise CheckpointError(f"{path}: not a manifest that Tailguard has written")
+        raise CheckpointError(f"{path}: not a manifest written by Tailguard")
     return manifest
 
 
@@ -163,7 +161,9 @@ def _read_checked(path: Path, entry: Mapping[str, Any]) -> bytes:
     if len(data) != entry["bytes"]:
         raise CheckpointError(f"{path}: {len(data):,} bytes long; {entry['bytes']:,} were written")
     if _digest(data) != entry["sha256"]:
-        raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; a byte has changed since it was written")
+        raise CheckpointError(
+            f"{path}: its SHA-256 differs from the manifest; the file has changed since it was written"
+        )
     return data
 
 
@@ -182,7 +182,7 @@ def _split(part: State, path: tuple[str, ...], tensors: dict[str, Tensor]) -> di
         here = (*path, name)
         if isinstance(value, Tensor):
             if any("/" in folder for folder in here):
-                raise ValueError(f"tensor {here}: the path of a tensor cannot be told if a name in it has a '/'")
+                raise ValueError(f"tensor {here}: its path is ambiguous because a name in it contains '/'")
             tensors["/".join(here)] = value
         elif isinstance(value, Mapping):
             values[name] = _split(value, here, tensors)
@@ -201,14 +201,14 @@ def _decode(path: Path, data: bytes) -> dict[str, Any]:
     text = metadata.get(VALUES, "null") if isinstance(metadata, dict) else "null"
     part = parse_json(path, str(text).encode())
     if not isinstance(part, dict):
-        raise CheckpointError(f"{path}: safetensors, but not a part that Tailguard has written")
+        raise CheckpointError(f"{path}: safetensors, but not a part written by Tailguard")
     for name, tensor in tensors.items():
         *folders, last = name.split("/")
         place: Any = part
         for folder in folders:
             place = place.get(folder) if isinstance(place, dict) else None
         if not isinstance(place, dict) or last in place:
-            raise CheckpointError(f"{path}: the tensor {name} has no place in the state beside it")
+            raise CheckpointError(f"{path}: the tensor {name} does not fit the state stored with it")
         place[last] = tensor
     return part
 

@@ -100,7 +100,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flipped manifest": (lambda step: flip(step / "manifest.json"), "manifest.json: (its content|not readable)"),
     "truncated": (lambda step: os.truncate(step / "state.safetensors", 100), "100 bytes long; .* were written"),
     "missing file": (lambda step: (step / "state.safetensors").unlink(), "state.safetensors is missing"),
-    "missing": (lambda step: shutil.rmtree(step), "latest names step_144, and there is no such checkpoint"),
+    "missing": (lambda step: shutil.rmtree(step), "latest names step_144, which does not exist"),
     "link": (lambda step: (step.rename(step.parent / "x"), step.symlink_to("x")), "symbolic link"),
     "older format": (
         lambda step: (step / "manifest.json").write_text('{"format": 0}'),
@@ -136,7 +136,9 @@ def test_when_nothing_is_intact_it_says_so(store: CheckpointStore, agent: Any, m
 def test_latest_can_name_nothing_but_a_checkpoint(store: CheckpointStore, agent: Any, text: str) -> None:
     save_steps(store, agent, [None])
     (store.run / "latest").write_text(text)
-    with pytest.raises(CheckpointError, match=r"latest: .*(names no checkpoint; the newest intact|at most 100)"):
+    with pytest.raises(
+        CheckpointError, match=r"latest: .*(is not the name of a checkpoint; the newest intact|at most 100)"
+    ):
         store.newest()
     (store.run / "latest").unlink()
     (store.run / "latest").symlink_to("checkpoints")

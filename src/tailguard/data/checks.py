@@ -46,7 +46,7 @@ def check_values(bars: pl.DataFrame) -> Check:
 
     return judge(
         "values",
-        "all there, all numbers",
+        "all present, all numeric",
         bars.filter(pl.any_horizontal(pl.col(columns).is_null())),
         describe,
         fault="with missing or unreadable values",
@@ -69,11 +69,11 @@ def check_duplicates(bars: pl.DataFrame) -> Check:
 
     return judge(
         "duplicates",
-        "every time once",
+        "no duplicate times",
         again,
         describe,
-        fault="with a time that was there before",
-        remedy="Keep one bar for each time; where files overlap, cut one of them.",
+        fault="with a duplicate time",
+        remedy="Keep one bar per time; where files overlap, trim one of them.",
     )
 
 
@@ -85,8 +85,8 @@ def check_order(bars: pl.DataFrame) -> Check:
         "order",
         "oldest first",
         found,
-        lambda row: f"earlier than the bar before it ({time_label(row['before'])})",
-        fault="earlier than the one before" + (": the newest come first" if backwards else ""),
+        lambda row: f"earlier than the previous bar ({time_label(row['before'])})",
+        fault="earlier than the previous one" + (": the newest come first" if backwards else ""),
         remedy="Sort the file by time, oldest first.",
     )
 
@@ -106,10 +106,10 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
     step = pl.col("time").diff()
     if common != frequency:
         found = bars.with_columns(step=step).filter(step != frequency)
-        fault = f"not {label} after the one before; most are {frequency_label(common)} apart"
+        fault = f"not {label} after the previous one; most are {frequency_label(common)} apart"
 
         def describe(row: Row) -> str:
-            return f"{frequency_label(row['step'])} after the bar before it, not {label}"
+            return f"{frequency_label(row['step'])} after the previous bar, not {label}"
     else:
         length = frequency // timedelta(milliseconds=1)
         phase = bars["time"].to_physical() % length
@@ -129,7 +129,7 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
         found,
         describe,
         fault=fault,
-        remedy="All bars, of all symbols, need one frequency; resample at the source or load the files apart.",
+        remedy="All bars, of all symbols, need one frequency; resample at the source or load the files separately.",
     )
 
 
@@ -140,9 +140,9 @@ def _close_stamped(bars: pl.DataFrame, frequency: timedelta, early: int) -> Chec
         "frequency",
         f"all on the {label} grid",
         bars.filter(pl.col("time").is_not_null()),
-        lambda row: f"{row['time']:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " is the end of a bar, not its opening",
-        fault="stamped with their close",
-        remedy=f"Times must be the opening of the bar: subtract {shift} from every time.",
+        lambda row: f"{row['time']:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " is the close time of a bar, not its open time",
+        fault="stamped with their close time",
+        remedy=f"Times must be open times: subtract {shift} from every time.",
     )
 
 

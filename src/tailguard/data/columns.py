@@ -229,8 +229,8 @@ def _from_dates(text: pl.Series) -> pl.Series:
     assert isinstance(two, int)
     if max(one, two) <= 12:
         raise BarsError(
-            f"column {column_label(text.name)!r}: {dates[0]!r} can be read as month/day or as day/month, and so can "
-            "all others; write ISO dates like 1999-01-31"
+            f"column {column_label(text.name)!r}: {dates[0]!r} is ambiguous (month/day or day/month), and so are all "
+            "the others; write ISO dates like 1999-01-31"
         )
     order = "%m/%d/%Y" if two > 12 else "%d/%m/%Y"
     example = re.match(layout, dates[0])

@@ -64,7 +64,7 @@ class Exchange:
     """The exchange's clock at the start of the download, milliseconds."""
     retry: Retry
     say: Say
-    """Told of every attempt that failed."""
+    """Called with a message on every failed attempt."""
 
     @property
     def complete(self) -> int:
@@ -138,8 +138,8 @@ class Exchange:
                 return rows
         got = f"got bars from {iso(rows[0][0])}" if rows else "got none"
         raise FetchError(
-            f"{self.client.id} {self.symbol}: asked for bars from {iso(moment)}, one it gave before, and {got}; its "
-            "pages do not advance without holes. Try again later, or another timeframe"
+            f"{self.client.id} {self.symbol}: asked for bars from {iso(moment)}, a time that it returned before, and "
+            f"{got}; its pages have gaps. Try again later, or use another timeframe"
         )
 
     def _ask(self, since: int) -> list[Row]:
@@ -152,7 +152,7 @@ class Exchange:
         )
         if not isinstance(answer, list | tuple) or not all(isinstance(candle, list | tuple) for candle in answer):
             said = repr(answer)[:LONGEST_REASON]
-            raise FetchError(f"{self.client.id} {self.symbol}: the answer is not a list of bars: {said}")
+            raise FetchError(f"{self.client.id} {self.symbol}: the response is not a list of bars: {said}")
         rows: dict[int, Row] = {}
         for candle in answer:
             row = self._row(candle)
@@ -183,7 +183,7 @@ class Exchange:
     def _contradiction(self, before: Row, after: Row) -> str:
         return (
             f"{self.client.id} {self.symbol}: two different bars at {iso(before[0])}: {', '.join(VALUES)} were "
-            f"{before[1:]} and are now {after[1:]}. If the file is of another market or was edited, begin a new one"
+            f"{before[1:]} and are now {after[1:]}. If the file holds another market or was edited, start a new file"
         )
 
 
@@ -203,13 +203,13 @@ def _insist(
             reason = _reason(error)
             if attempt == attempts and first:
                 raise FetchError(
-                    f"{client.id} could not be reached in {attempt} attempts, at last {reason}. Check the internet "
-                    "connection, a proxy or firewall, and whether the exchange is open to your country"
+                    f"{client.id} could not be reached in {attempt} attempts; last error: {reason}. Check the "
+                    "internet connection, a proxy or firewall, and whether the exchange is open to your country"
                 ) from error
             if attempt == attempts:
                 raise FetchError(
-                    f"{client.id} did not answer in {attempt} attempts, at last {reason}. "
-                    "Complete bars fetched so far are in the file: the same command goes on from there"
+                    f"{client.id} did not answer in {attempt} attempts; last error: {reason}. "
+                    "Complete bars fetched so far are in the file: the same command resumes from there"
                 ) from error
             limited = isinstance(error, errors.DDoSProtection | errors.RateLimitExceeded)
             pause = min(max(wait, _retry_after(client) if limited else 0.0), LONGEST_WAIT)
@@ -238,7 +238,7 @@ def _retry_after(client: Any) -> float:
 def _known(what: str, name: str, names: list[str]) -> None:
     if name not in names:
         near = get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)[:8]
-        raise ConfigError(f"{what}: {name!r} is unknown; near it are {', '.join(near)}")
+        raise ConfigError(f"{what}: {name!r} is unknown; similar names: {', '.join(near)}")
 
 
 def moment_of(milliseconds: int) -> datetime:

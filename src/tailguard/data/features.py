@@ -131,7 +131,7 @@ def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int
     cuts = frame.filter(telling)["time"].unique().sort()
     if cuts.is_empty():
         needed = max(entry.warmup for entry in chosen) + 2
-        raise ConfigError(f"{bars.source}: looking for leaks needs {needed:,} bars without a gap; there are fewer")
+        raise ConfigError(f"{bars.source}: the look-ahead check needs {needed:,} bars without a gap; there are fewer")
     generator = np.random.default_rng(seed)
     leaks: dict[str, Leak] = {}
     for cut in cuts.gather(generator.integers(len(cuts), size=probes)):
@@ -150,7 +150,7 @@ def _chosen(bars: Bars, names: Sequence[str] | None) -> tuple[Feature, ...]:
             if column not in bars.frame.columns:
                 hint = "" if column in OPTIONAL else ". A prepared market keeps no columns beyond those of bars"
                 raise ConfigError(
-                    f"feature {entry.name!r} needs the column {column!r}, which {bars.source} has not{hint}"
+                    f"feature {entry.name!r} needs the column {column!r}, which {bars.source} does not have{hint}"
                 )
     return chosen
 
@@ -187,7 +187,7 @@ def _check_defined(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -
         raise FeatureError(
             f"{bars.source}: feature {entry.name!r} is {values[row]} for {symbol} at {time:%Y-%m-%d %H:%M}, bar "
             f"{position[row] + 1:,} of its stretch, and on {len(undefined):,} bars in all, although its warm-up is "
-            f"{entry.warmup}. Raise warmup=, or say what a division by zero means: ratio(a, b, otherwise=0.0)"
+            f"{entry.warmup}. Raise warmup=, or define the result of a division by zero: ratio(a, b, otherwise=0.0)"
         )
 
 

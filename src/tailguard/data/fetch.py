@@ -43,7 +43,7 @@ class Fetched:
     def __str__(self) -> str:
         text = f"{self.path}: {self.bars:,} bars, {self.first:%Y-%m-%d %H:%M} → {self.last:%Y-%m-%d %H:%M} UTC, "
         text += f"{self.added:,} of them new"
-        return f"{text}; the exchange did not give {self.missing:,} bars of the period" if self.missing else text
+        return f"{text}; the exchange did not return {self.missing:,} bars of the period" if self.missing else text
 
 
 def fetch(
@@ -76,7 +76,7 @@ def fetch(
     path = Path(out)
     check_writable(path)
     if path.suffix != ".parquet":
-        raise ConfigError(f"{path}: a download is kept as Parquet; name the file {path.with_suffix('.parquet').name}")
+        raise ConfigError(f"{path}: downloads are saved as Parquet; name the file {path.with_suffix('.parquet').name}")
     check_count("save_every", save_every)
     console = Console(stderr=True)
 
@@ -114,7 +114,7 @@ def fetch(
                 break
     if file.bars == 0:
         raise FetchError(
-            f"{exchange} gave no {symbol} {timeframe} bar from {iso(begin)} to {iso(end)}; was it listed then?"
+            f"{exchange} returned no {symbol} {timeframe} bar from {iso(begin)} to {iso(end)}; was it listed then?"
         )
     times = file.times
     return Fetched(

@@ -137,7 +137,7 @@ def judge(
 
 def skipped(name: str) -> Check:
     """A check that means nothing while the times are wrong."""
-    return Check(name, "skipped", "not judged until the times are right")
+    return Check(name, "skipped", "not checked until the times are correct")
 
 
 def merge(checks: Sequence[Check]) -> Check:

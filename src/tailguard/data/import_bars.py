@@ -89,7 +89,7 @@ def import_bars(
     read = _read(path, scratch, symbols, rows)
     pace = most_common_step(*(_frame(one, 0, min(rows, one.count))["time"] for one in read.values()))
     if pace is None:
-        raise BarsError(f"{source}: one bar is too few to tell the frequency")
+        raise BarsError(f"{source}: one bar is too few to infer the frequency")
     series, outcomes, segment = [], [], 0
     entries: dict[str, Any] = {}
     for index, (symbol, unsorted) in enumerate(read.items()):
@@ -221,8 +221,8 @@ def _check_grid(frame: pl.DataFrame, times: NDArray[np.int64], before: int | Non
         file, row = frame.select("file", "row").row(0)
         raise BarsError(
             f"{file}: row {row} ({time_label(moment(int(times[0])))}): off the {frequency_label(pace)} grid of the "
-            "bars before it\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load "
-            "the files apart."
+            "previous bars\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load "
+            "the files separately."
         )
 
 

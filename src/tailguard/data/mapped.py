@@ -53,7 +53,7 @@ class ArrayWriter:
     def close(self) -> dict[str, Any]:
         """Bring the file to the disk; returns its entry in the manifest."""
         if self.planes > 1 and self.rows != self.promised:
-            raise ValueError(f"{self.path}: {self.rows} rows were written, {self.promised} promised")
+            raise ValueError(f"{self.path}: {self.rows} rows were written, {self.promised} were expected")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -92,11 +92,13 @@ def verify_array(path: Path, entry: Mapping[str, Any]) -> None:
             while left:
                 data = file.read(min(left, BLOCK))
                 if not data:
-                    raise BarsError(f"{path}: ended too early")
+                    raise BarsError(f"{path}: is truncated")
                 digest.update(data)
                 left -= len(data)
             if digest.hexdigest() != expected:
-                raise BarsError(f"{path}: its SHA-256 is not the manifest's; a byte has changed since it was written")
+                raise BarsError(
+                    f"{path}: its SHA-256 differs from the manifest; the file has changed since it was written"
+                )
 
 
 def _described(path: Path, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -105,6 +107,6 @@ def _described(path: Path, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], n
     is_shape = isinstance(shape, list) and all(isinstance(size, int) and 0 <= size < 2**48 for size in shape)
     is_hashed = isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests)
     if not is_shape or dtype not in DTYPES or not is_hashed or set(entry) != {"shape", "dtype", "sha256"}:
-        raise BarsError(f"{path}: its entry in the manifest is not one that Tailguard has written")
+        raise BarsError(f"{path}: its entry in the manifest was not written by Tailguard")
     assert isinstance(shape, list)
     return tuple(shape), np.dtype(dtype)

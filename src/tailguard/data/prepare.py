@@ -63,9 +63,9 @@ def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:
     lengths = np.bincount(panel.segment)
     return ConfigError(
         f"{source}: none of the {int(panel.tradeable.sum()):,} training bars has all features: they need {warmup:,} "
-        f"bars of history, after every gap again, and the longest stretch without a gap has {int(lengths.max()):,} of "
-        f"{panel.rows:,} bars. Bring more bars or bars with fewer gaps, or choose features that warm up faster "
-        "(data.features); tailguard data check FILE tells what is left"
+        f"bars of history after every gap, and the longest stretch without a gap has {int(lengths.max()):,} of "
+        f"{panel.rows:,} bars. Provide more bars or bars with fewer gaps, or choose features that warm up faster "
+        "(data.features); tailguard data check FILE shows what is left"
     )
 
 

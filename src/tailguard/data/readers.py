@@ -183,7 +183,7 @@ def _ragged(content: bytes, file: str, width: int, separator: str) -> BarsError 
             if len(row) > width:
                 return BarsError(
                     f"{file}: cannot be read: line {rows.line_num} has {len(row)} cells and the first line {width}. "
-                    "The first line must name the columns; remove what stands before it"
+                    "The first line must name the columns; remove everything above it"
                 )
     return None
 

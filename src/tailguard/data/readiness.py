@@ -89,7 +89,7 @@ def ready_report(
 def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, episode_length: int) -> Check:
     """A whole episode with all features fits into the training part, and the test part can be traded."""
     remedy = (
-        "Bring more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
+        "Provide more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
         "--set data.features=[return_1,trend_24] --set env.episode_length=128."
     )
     try:
@@ -100,7 +100,7 @@ def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, epis
     warmup = longest_warmup(bars)
     left = f"of {train.bars:,} in the training part can be used"
     why = (
-        f"features need {warmup:,} bars of history, after every gap again ({train.stretches:,} gap-free "
+        f"features need {warmup:,} bars of history after every gap ({train.stretches:,} gap-free "
         f"stretch{'' if train.stretches == 1 else 'es'}, the longest of {train.longest:,} bars)"
     )
     if train.starts == 0:
@@ -124,7 +124,7 @@ def check_fills(bars: Bars) -> Check:
         "error",
         "every symbol has volume",
         "symbol",
-        f"without volume in any bar, so that no order would ever fill: {', '.join(empty)}",
+        f"without volume in any bar, so no order would ever fill: {', '.join(empty)}",
         len(empty),
         remedy="Use bars with volume, or trade without it: --set market.participation=inf --set market.impact=0.",
     )

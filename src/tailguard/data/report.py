@@ -39,7 +39,7 @@ def report_lines(report: Report, width: int | None = None) -> Iterator[Text]:
     yield from _passed(report, name_width)
     notes = list(report.notes)
     if report.extra:
-        notes.append(f"further columns, for features of your own: {', '.join(report.extra)}")
+        notes.append(f"additional columns, for custom features: {', '.join(report.extra)}")
     if report.ignored:
         notes.append(f"columns not used: {', '.join(report.ignored)}")
     for note in notes:

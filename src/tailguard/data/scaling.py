@@ -113,7 +113,7 @@ class Scaler:
         for name, ours, theirs in zip(self.names, self.definitions, table.definitions, strict=True):
             if ours != theirs:
                 raise ConfigError(
-                    f"scaler: feature {name!r} is defined otherwise than when the scaler was fitted "
+                    f"scaler: feature {name!r} has another definition than when the scaler was fitted "
                     f"(fingerprint {theirs}, was {ours}). Restore its definition, or train again"
                 )
 

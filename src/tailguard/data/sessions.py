@@ -52,8 +52,8 @@ def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
         fault="in which the market is closed",
         remedy=(
             f"This market trades in sessions: {found.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
-            f"and there is no bar on {closed}. Session calendars are not supported yet, and every figure on these "
-            "bars would be wrong: positions would be closed before every gap, so that overnight and weekend moves are "
+            f"and there is no bar on {closed}. Session calendars are not supported yet, and every metric on these "
+            "bars would be wrong: positions would be closed before every gap, overnight and weekend moves would be "
             "lost, and returns would be annualised as if the market traded 24 hours on 365 days. Use bars of a market "
             "that trades around the clock."
         ),

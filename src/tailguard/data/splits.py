@@ -217,10 +217,10 @@ def _date(name: str, boundary: Size | date) -> datetime:
             boundary = datetime.fromisoformat(boundary)
         except ValueError:
             raise ConfigError(
-                f"{name}={boundary!r} is no date such as '2022-01-31'; give dates or sizes, not both"
+                f"{name}={boundary!r} is not a date such as '2022-01-31'; give dates or sizes, not both"
             ) from None
     if not isinstance(boundary, date):
-        raise ConfigError(f"{name}={boundary!r} is no date; give the starts of all parts as dates, or sizes for all")
+        raise ConfigError(f"{name}={boundary!r} is not a date; give the starts of all parts as dates, or sizes for all")
     if not isinstance(boundary, datetime):
         boundary = datetime(boundary.year, boundary.month, boundary.day)
     return boundary.replace(tzinfo=UTC) if boundary.tzinfo is None else boundary.astimezone(UTC)

@@ -122,6 +122,6 @@ class _Seam:
             raise FeatureError(
                 f"{source}: feature {table.names[column]!r} at {moment(int(self.time[there][row])):%Y-%m-%d %H:%M} is "
                 f"{mine[row, column]:.9g} with more bars before it and {theirs[row, column]:.9g} with {OVERLAP} times "
-                "the longest warm-up: it remembers more than its warm-up says, so bars on disk cannot be prepared with "
-                "it. Raise its warmup=, let it forget, or leave it out of data.features"
+                "the longest warm-up: it depends on more history than its warm-up declares, so bars on disk cannot be "
+                "prepared with it. Raise its warmup=, shorten its memory, or remove it from data.features"
             )

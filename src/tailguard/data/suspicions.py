@@ -105,7 +105,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
             spikes,
             describe_spike,
             noun="bar",
-            fault="whose price jumps away and is back one bar later",
+            fault="whose price jumps and reverts one bar later",
             remedy=compare,
             level="warning",
         ),

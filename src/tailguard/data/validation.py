@@ -41,7 +41,7 @@ def validate(
     parts = frame.partition_by("symbol", maintain_order=True)
     pace = frequency or most_common_step(*(part["time"] for part in parts))
     if pace is None:
-        raise BarsError(f"{source}: one bar is too few to tell the frequency; say it, as in frequency='1h'")
+        raise BarsError(f"{source}: one bar is too few to infer the frequency; give it, as in frequency='1h'")
     outcomes = [_check_symbol(part, pace, gaps, volume_unit, times_only) for part in parts]
     checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
     return Report(source, pace, tuple(_span(part, pace) for part in parts), checks, tuple(ignored), tuple(extra))

@@ -159,7 +159,7 @@ def check_volume_unit(bars: pl.DataFrame, frequency: timedelta, volume_unit: Vol
         describe,
         noun="change",
         fault="of the volume's unit",
-        remedy="Bring the volume column to one unit, best that of the base asset.",
+        remedy="Convert the volume column to one unit, preferably that of the base asset.",
         level="error" if certain else "warning",
     )
 

@@ -94,7 +94,7 @@ def walk_forward_windows(
     `train=None` takes all that the test windows leave, `test=None` an equal share of what the first training leaves.
     """
     if train is None and test is None:
-        raise ConfigError("walk_forward: give the size of train or of test; the other one can follow from it")
+        raise ConfigError("walk_forward: give the size of train or of test; the other one can be derived from it")
     between = gap + (validation + gap if validation else 0)
     needed = (1 if train is None else train) + between + folds * (1 if test is None else test)
     if needed > count:
@@ -122,7 +122,7 @@ def walk_forward_windows(
 def _duration_in_bars(name: str, size: str, frequency: timedelta) -> int:
     match = re.fullmatch(r"(\d+) ?([mhdw])", size)
     if match is None:
-        raise ConfigError(f"{name}={size!r} is no duration; write a number and m, h, d or w, such as '30d'")
+        raise ConfigError(f"{name}={size!r} is not a duration; write a number and m, h, d or w, such as '30d'")
     duration = int(match[1]) * UNITS[match[2]]
     if duration % frequency:
         raise ConfigError(f"{name}={size!r} is not a whole number of bars of {frequency}")

@@ -36,9 +36,9 @@ def as_vector_env(env: Any, num_envs: int | None, device: torch.device | str | N
     """The environment itself if it speaks the protocol, else a Gymnasium environment or id behind an adapter."""
     if isinstance(env, VectorEnv):
         if num_envs is not None and num_envs != env.num_envs:
-            raise ConfigError(f"num_envs: {num_envs} asked for, and the environment has {env.num_envs}; leave it out")
+            raise ConfigError(f"num_envs: {num_envs} requested, but the environment has {env.num_envs}; leave it out")
         if device is not None and torch.device(device).type != env.device.type:
-            raise ConfigError(f"device: {device} asked for, and the environment is on {env.device}; make it there")
+            raise ConfigError(f"device: {device} requested, but the environment is on {env.device}; create it there")
         return env
     missing = missing_members(env)
     has_spaces = hasattr(env, "single_observation_space") or hasattr(env, "observation_space")

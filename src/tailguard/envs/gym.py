@@ -140,8 +140,8 @@ class GymnasiumEnv:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: ARG002
         """Refuse: the saved sums belong to episodes that the environments cannot return to."""
         raise TailguardError(
-            f"{self.name}: the state inside a Gymnasium environment cannot be restored, so this run cannot go on "
-            "exactly where it stopped. Call reset() to go on with fresh episodes."
+            f"{self.name}: the state inside a Gymnasium environment cannot be restored, so this run cannot resume "
+            "exactly where it stopped. Call reset() to continue with new episodes."
         )
 
     def close(self) -> None:
@@ -171,9 +171,9 @@ class GymnasiumEnv:
         given = np.asarray(infos.get("_final_obs", ended))
         if final is None or not given[rows].all():
             raise TailguardError(
-                f"{self.name} states the autoreset mode SAME_STEP, but gave no infos['final_obs'] for environments "
-                f"{rows.tolist()}, whose episodes ended. Without it the value at a time limit cannot be known; "
-                "use NEXT_STEP, or put the last observation there."
+                f"{self.name} declares the autoreset mode SAME_STEP, but returned no infos['final_obs'] for "
+                f"environments {rows.tolist()}, whose episodes ended. Without it a truncated episode cannot be "
+                "bootstrapped; use NEXT_STEP, or put the last observation there."
             )
         space = self.vector_env.single_observation_space
         batch: Any = create_empty_array(space, len(rows))
@@ -222,7 +222,7 @@ def _vectorised(
     if isinstance(env, str):
         return _vectorised_id(env, DEFAULT_NUM_ENVS if num_envs is None else num_envs, vectorization_mode, env_kwargs)
     if env_kwargs:
-        raise ConfigError(f"env_kwargs {sorted(env_kwargs)} go with a Gymnasium id; {env} is already made.")
+        raise ConfigError(f"env_kwargs {sorted(env_kwargs)} apply to a Gymnasium id only; {env} is already built.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         vector_env = env
     elif is_sb3_vec_env(env):
@@ -280,10 +280,10 @@ def _autoreset_mode(vector_env: GymVectorEnv, name: str) -> AutoresetMode:
     stated = vector_env.metadata.get("autoreset_mode")
     if stated is None:
         raise TailguardError(
-            f"{name} does not state how it restarts, and guessing wrong would corrupt every episode's end. "
+            f"{name} does not declare its autoreset mode, and a wrong guess would corrupt the end of every episode. "
             f"Set its metadata['autoreset_mode'] to one of {modes}."
         )
     try:
         return AutoresetMode(stated)
     except ValueError as error:
-        raise TailguardError(f"{name}: metadata['autoreset_mode'] is {stated!r}; known are {modes}.") from error
+        raise TailguardError(f"{name}: metadata['autoreset_mode'] is {stated!r}; it must be one of {modes}.") from error

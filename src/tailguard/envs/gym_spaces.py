@@ -55,7 +55,7 @@ class FlatObservations:
                     leaf = leaf[key]
                 found = np.shape(leaf)
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise ConfigError(f"{where}: cannot be read from what was given: {error!r}") from error
+                raise ConfigError(f"{where}: cannot be read from the given observation: {error!r}") from error
             if found != columns.shape and found[1:] != columns.shape:
                 batch = str(("n", *columns.shape)).replace("'", "")
                 raise ConfigError(f"{where} has shape {found}; the agent reads {columns.shape} or a batch {batch}")

@@ -169,7 +169,7 @@ class TradingGymVectorEnv(gymnasium.vector.VectorEnv[Array, Array, Array]):
     def __init__(self, bars: Source, num_envs: int = 1, render_mode: str | None = None, **options: Any) -> None:
         if render_mode is not None:
             raise ConfigError(
-                f"render_mode: {render_mode!r} was given; many accounts at once are not shown. Leave it out"
+                f"render_mode: {render_mode!r} was given; several accounts cannot be rendered. Leave it out"
             )
         self.env = _make_env(bars, num_envs, options)
         self.num_envs = num_envs

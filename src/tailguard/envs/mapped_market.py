@@ -79,7 +79,7 @@ class MappedBars(PreparedBars):
         for name in TABLE_SETTINGS:
             check_same_setting(self.folder, f"market.{name}", getattr(self.config, name), getattr(config, name))
         if dtype != torch.float32:
-            raise ConfigError(f"dtype: {dtype} is asked for; the prepared market {self.folder} holds float32")
+            raise ConfigError(f"dtype: {dtype} is requested; the prepared market {self.folder} holds float32")
         return market_of_table(self.panel, as_tensor(self.table).to(device), config)
 
     def starts(self, episode_length: int) -> RowRanges:
@@ -120,8 +120,8 @@ def check_same_setting(folder: Path, name: str, there: Any, here: Any) -> None:
     """Refuse a setting that a prepared market was made with otherwise."""
     if there != here:
         raise ConfigError(
-            f"{name}: {here!r} is asked for; the market in {folder} was prepared with {there!r}. Use that, or prepare "
-            "the bars anew: tailguard data prepare"
+            f"{name}: {here!r} is requested; the market in {folder} was prepared with {there!r}. Use that, or prepare "
+            "the bars again: tailguard data prepare"
         )
 
 
@@ -330,10 +330,10 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise BarsError(f"{folder / TRAIN / name}: of shape {found}; {wanted} is needed")
+            raise BarsError(f"{folder / TRAIN / name}: shape {found}; expected {wanted}")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
     if types != ["<f4", "<f4", "<i4", "<i8"]:
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")
     inside = mapped.stretches.size == 0 or (mapped.stretches.min() >= 0 and mapped.stretches.max() < rows)
     if not inside:
-        raise BarsError(f"{folder / TRAIN}/stretches: names rows beyond the {rows:,} that there are")
+        raise BarsError(f"{folder / TRAIN}/stretches: refers to rows beyond the last of {rows:,}")

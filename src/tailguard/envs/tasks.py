@@ -97,7 +97,7 @@ class RecallEnv:
         if saved != (self.num_envs, self.delay):
             raise TailguardError(
                 f"RecallEnv: this one has num_envs {self.num_envs} and delay {self.delay}, the saved state has "
-                f"{saved[0]} and {saved[1]}. Make it with the saved numbers."
+                f"{saved[0]} and {saved[1]}. Create it with the saved values."
             )
         self._cue = state["cue"].to(self.device, copy=True)
         self._time = state["time"].to(self.device, copy=True)

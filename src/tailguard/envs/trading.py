@@ -125,7 +125,7 @@ class TradingEnv:
         if isinstance(bars, MappedBars):
             check_same_setting(bars.folder, "accounts", bars.accounts, accounts)
             if features is not None or (scaler is not None and scaler.digest() != bars.scaler.digest()):
-                raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; give none")
+                raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; leave them out")
         return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
 
     @staticmethod
@@ -142,7 +142,7 @@ class TradingEnv:
             raise ConfigError(
                 f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
                 f"defined in {panel.rows:,} rows ({int(panel.tradeable.sum()):,} tradeable, "
-                f"{int(prepared.usable.sum()):,} with features). Shorten episode_length or bring more bars."
+                f"{int(prepared.usable.sum()):,} with features). Shorten episode_length or provide more bars."
             )
         return starts
 
@@ -219,7 +219,7 @@ class TradingEnv:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from a saved state of an environment of the same size on the same bars."""
         if state["row"].shape[0] != self.num_envs:
-            raise ConfigError(f"state of {state['row'].shape[0]} environments given to {self.num_envs}")
+            raise ConfigError(f"state: saved for {state['row'].shape[0]} environments, but there are {self.num_envs}")
         rows = self.task.features.shape[0]
         if state["row"].numel() and not (int(state["row"].min()) >= 0 and int(state["row"].max()) < rows):
             raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")

@@ -160,7 +160,9 @@ def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Gener
         or rows.max() + 1 >= panel.rows
         or (panel.time[rows + 1] != result.time).any()
     ):
-        raise ConfigError("random timing: the result was not made on these bars; pass the bars it was backtested on")
+        raise ConfigError(
+            "random timing: the result was not computed on these bars; pass the bars it was backtested on"
+        )
     count = len(rows)
     shift = int(generator.integers(count // 10, count - count // 10))
     targets = np.zeros((panel.rows, panel.assets))

@@ -23,7 +23,7 @@ from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_s
 from tailguard.evaluate.table import growth_of, p_value, percent, print_rows, tail_cell, with_interval
 from tailguard.evaluate.trained import open_run
 
-HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
+HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "max drawdown", "CVaR 5 %/wk", "turnover/d")
 AHEAD = "ahead of first"
 SEED = "training.seed"
 
@@ -73,18 +73,18 @@ class Comparison:
         """What to keep in mind, in words."""
         notes = []
         if any(entry.ahead is None for entry in self.entries[1:]):
-            notes.append("Runs that were tested on other bars than the first are not compared with it.")
+            notes.append("Runs tested on other bars than the first run are not compared with it.")
         if self.seeds is not None:
             found = self.seeds
-            few = "" if found.seeds >= 5 else "; fewer than five seeds say little"
+            few = "" if found.seeds >= 5 else "; fewer than five seeds are weak evidence"
             notes.append(
                 f"Over {found.seeds} seeds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
                 f"{100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f}{few}."
             )
         elif len(self.entries) > 1:
             notes.append(
-                f"The best of {len(self.entries)} runs looks better than it is; tailguard report RUN takes all "
-                "trials that were made on its bars into account."
+                f"The best of {len(self.entries)} runs is biased upwards by selection; tailguard report RUN corrects "
+                "for all trials on its bars."
             )
         if self.overfitting is not None:
             notes.append(overfitting_in_words(self.overfitting, "run"))
@@ -154,7 +154,7 @@ def comparison_page(comparison: Comparison) -> str:
     )
     page.table((*HEADINGS, AHEAD), [entry.row for entry in comparison.entries], caption="Test period, net of costs.")
     if comparison.differing:
-        page.heading("settings", "What is different")
+        page.heading("settings", "Settings that differ")
         page.table(("setting", *names), [(key, *values) for key, values in comparison.differing.items()])
     return page.html(f"{' · '.join(names)} · Tailguard comparison")
 

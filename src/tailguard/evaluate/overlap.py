@@ -55,14 +55,14 @@ class Overlap:
         lines = []
         if self.unknown:
             lines.append(
-                f"WARNING  whether the agent was trained on these bars cannot be told: {self.unknown}. "
-                "Nothing is said about skill"
+                f"WARNING  whether the agent was trained on these bars is unknown: {self.unknown}. "
+                "The results are no evidence of skill"
             )
         if self.share > 0:
             lines.append(
                 f"WARNING  IN-SAMPLE: {percent(self.share, sign=False)} of these bars, {self.first:%Y-%m-%d %H:%M} to "
                 f"{self.last:%Y-%m-%d %H:%M}, were in the run's {' and '.join(self.parts)} data. "
-                "The figures say nothing about skill. Use later bars"
+                "The results are no evidence of skill. Use later bars"
             )
         if self.strange:
             lines.append(

@@ -46,7 +46,7 @@ def timing_test(result: BacktestResult, panel: Panel) -> TimingTest:
     count = len(rows)
     check_count("traded bars", count, low=20)
     if rows.max() >= panel.rows or (panel.time[rows] != result.time).any() or panel.symbols != result.symbols:
-        raise ConfigError("timing test: the result was not made on these bars; pass the bars it was backtested on")
+        raise ConfigError("timing test: the result was not computed on these bars; pass the bars it was backtested on")
     before = np.vstack([np.zeros((1, panel.assets)), result.weights[:-1]])
     held = np.where(np.isnan(result.targets), before, result.targets)
     inside = panel.close[rows] / panel.open[rows] - 1

@@ -85,7 +85,7 @@ class _Books:
         rows = np.searchsorted(panel.time, result.time)
         fits = panel.symbols == result.symbols and rows.max() < panel.rows
         if not fits or (panel.time[rows] != result.time).any() or rows.min() < 1:
-            raise ConfigError("trades: the result was not made on these bars; pass the bars it was backtested on")
+            raise ConfigError("trades: the result was not computed on these bars; pass the bars it was backtested on")
         opened, close = panel.open[rows], panel.close[rows]
         gap, move = opened / panel.close[rows - 1] - 1, close / opened - 1
         held = np.vstack([np.zeros((1, len(result.symbols))), result.weights[:-1]])

@@ -136,7 +136,7 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
     distinct = {(trial.data, trial.config): trial for trial in (*mine, *found) if trial.data in bars}
     count = len(distinct) + len(unreadable)
     sharpes = [trial.sharpe for trial in distinct.values() if trial.sharpe is not None]
-    source = f"{path} has {_several(count, 'training')} that {'was' if count == 1 else 'were'} tested on these bars"
+    source = f"{path} has {_several(count, 'training run')} tested on these bars"
     if unreadable:
         lines = ", ".join(str(number) for number in unreadable)
         source += f", among them {_several(len(unreadable), 'line')} that cannot be read (line {lines})"
@@ -145,7 +145,7 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
 
 def given_trials(count: int, sharpes: NDArray[np.float64] | None = None) -> TrialCount:
     """A number that the user gave."""
-    return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given by hand, --trials")
+    return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given with --trials")
 
 
 def _several(count: int, what: str) -> str:

@@ -285,7 +285,7 @@ class UtilityOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on exactly where `state_dict` was taken. The state is copied: its giver and this one stay independent."""
         if "generators" not in state_dict:
-            raise ConfigError(f"state_dict: no generators in it; it is not that of a {type(self).__name__}")
+            raise ConfigError(f"state_dict: no generators in it; it was not saved by a {type(self).__name__}")
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: value.clone() for name, value in state.items()})
@@ -296,7 +296,7 @@ class UtilityOptimizer(Optimizer, ABC):
             else:
                 warnings.warn(
                     f"state_dict: its perturbations were drawn on {', '.join(saved)} and a generator's state is bound "
-                    f"to its device; those on {device} start anew from seed {self.seed}, so the course will differ",
+                    f"to its device; those on {device} restart from seed {self.seed}, so training will differ",
                     stacklevel=2,
                 )
                 generator.manual_seed(self.seed)

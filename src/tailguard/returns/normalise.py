@@ -237,8 +237,9 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     unknown = [name for name, value in kept.items() if value.dim() > 0 and name not in factors]
     if unknown:
         raise ConfigError(
-            f"optimiser state {', '.join(unknown)}: how it scales with the return is not known, so it cannot follow a "
-            f"change of the return's scale. Use an optimiser whose state is among {', '.join(factors)}, as Adam or UPGD"
+            f"optimiser state {', '.join(unknown)}: its scaling with the return is unknown, so it cannot be "
+            f"rescaled when the return's scale changes. Use an optimiser whose state is among "
+            f"{', '.join(factors)}, as Adam or UPGD"
         )
     for name, factor in factors.items():
         if name in kept:

@@ -73,7 +73,9 @@ class CheckpointStore:
             text = read_regular(pointer, 100).decode(errors="replace").strip()
             match = _STEP.fullmatch(text)
             if match is None:
-                raise DamagedCheckpointError(f"{pointer}: {text!r} names no checkpoint", self.newest_intact())
+                raise DamagedCheckpointError(
+                    f"{pointer}: {text!r} is not the name of a checkpoint", self.newest_intact()
+                )
             steps.append(int(match[1]))
         # A kill between the two renames leaves `latest` one behind: what is there is complete all the same.
         return max(steps, default=None)
@@ -126,7 +128,7 @@ class CheckpointStore:
         _check_data(folder, about.get("data"), self.data)
         restore(agent, parts, str(folder), episodes=True)
         if agent.num_timesteps != step:
-            raise CheckpointError(f"{folder}: its learner stands at step {agent.num_timesteps}")
+            raise CheckpointError(f"{folder}: its learner is at step {agent.num_timesteps}")
         then = about.get("versions")
         now = versions()
         return {
@@ -164,7 +166,7 @@ class CheckpointStore:
         if path.is_symlink():
             raise CheckpointError(f"{path}: a symbolic link; links are not followed")
         if not path.is_dir():
-            raise CheckpointError(f"{self.run / LATEST} names step_{step}, and there is no such checkpoint")
+            raise CheckpointError(f"{self.run / LATEST} names step_{step}, which does not exist")
         return path
 
     def _score(self, step: int) -> float | None:
@@ -225,8 +227,8 @@ def _check_data(folder: Path, then: Any, now: Mapping[str, str]) -> None:
         saved = then.get(name) if isinstance(then, dict) else None
         if saved != now.get(name):
             raise CheckpointError(
-                f"{folder}: made with other {name}: their SHA-256 was {str(saved)[:12]}… and is "
-                f"{str(now.get(name))[:12]}… now. Bring back the data of this run, or begin a new one"
+                f"{folder}: saved with different {name}: their SHA-256 was {str(saved)[:12]}… and is "
+                f"{str(now.get(name))[:12]}… now. Restore the data of this run, or start a new run"
             )
 
 

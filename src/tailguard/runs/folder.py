@@ -80,8 +80,8 @@ class RunFolder:
         if differing:
             shown = "; ".join(differing[:8]) + ("; …" if len(differing) > 8 else "")
             raise ConfigError(
-                f"{self.path}: this run was begun with other settings ({shown}). Choose another --name, or go on with "
-                f"its own settings: {again(self.path)}"
+                f"{self.path}: this run was started with other settings ({shown}). Choose another --name, or resume "
+                f"with its own settings: {again(self.path)}"
             )
 
     @contextlib.contextmanager

@@ -62,8 +62,8 @@ def prepare_market(
         raise ConfigError(f"data.path: {config.data.path} is a prepared market already")
     recover(out)
     if out.exists() and not (replace and is_prepared_market(out)):
-        hint = "replace it with --yes" if is_prepared_market(out) else "choose another"
-        raise ConfigError(f"{out}: there is something of this name already; {hint}")
+        hint = "replace it with --yes" if is_prepared_market(out) else "choose another name"
+        raise ConfigError(f"{out}: already exists; {hint}")
     try:
         with new_folder(out) as partial:
             about, files = _write(config, partial, rows, say)
@@ -73,7 +73,8 @@ def prepare_market(
             put_in_place(partial, out)
     except OSError as error:
         raise RunError(
-            f"{error.filename or out}: {error.strerror}. Nothing was left behind; make room, or choose another folder"
+            f"{error.filename or out}: {error.strerror}. No partial output is left; free disk space, or "
+            "choose another folder"
         ) from error
     return open_market(out)
 

@@ -69,7 +69,7 @@ def _few_bars(bars: Bars, spec: TradingSpec, name: str) -> Bars:
     if any(not len(times) for times in open_times):
         raise BarsError(
             f"{bars.source}: the {name} part has no two bars in a row on which all features are defined, so the agent "
-            f"could not be judged on it. Make data.{name} longer, or choose features with a shorter warm-up"
+            f"could not be evaluated on it. Make data.{name} longer, or choose features with a shorter warm-up"
         )
     # After a gap one account may have to wait while another trades; the bars reach to where all of them have begun.
     first, last = (end(int(times[0]) for times in open_times) for end in (min, max))

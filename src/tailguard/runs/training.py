@@ -69,8 +69,8 @@ def train_to_the_end(
         intact = store.newest_intact()
         rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
         raise RunError(
-            f"{error.filename or run.path}: {error.strerror}. The run has ended; {rest}. Make room, or make the folder "
-            f"writable, and go on with: {again}"
+            f"{error.filename or run.path}: {error.strerror}. The run has stopped; {rest}. Free disk space, or make "
+            f"the folder writable, and resume with: {again}"
         ) from error
     return store
 
@@ -104,8 +104,8 @@ def _take_up(
         step = store.newest() or 0
         changed = store.restore(agent, step) if step else {}
     except DamagedCheckpointError as error:
-        if error.intact is None or not ask(f"{error}. Go on from there?"):
-            way = f"{again} --yes goes on from there"
+        if error.intact is None or not ask(f"{error}. Resume from there?"):
+            way = f"{again} --yes resumes from there"
             raise CheckpointError(f"{error}" + ("" if error.intact is None else f"; {way}")) from None
         step = error.intact
         changed = store.restore(agent, step)
@@ -115,9 +115,9 @@ def _take_up(
     if kept != agent.state.iteration:
         say(console, f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
     if dropped:
-        say(console, f"note     {dropped} iterations after the checkpoint are done again")
+        say(console, f"note     {dropped} iterations after the checkpoint are repeated")
     for name, (then, now) in changed.items():
-        say(console, f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
+        say(console, f"note     {name} was {then}, is {now}: the run continues, but not bit for bit as before")
 
 
 def _learn(

@@ -152,8 +152,8 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
             if begun.get(part) != value:
                 how = _first_difference(begun.get(part), value)
                 raise ConfigError(
-                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
-                    "choose another --name"
+                    f"{folder}: this walk forward was started with other {part}: {how}. Resume with the same ones, "
+                    "or choose another --name"
                 )
     elif folder.exists() and any(not _BEGINNING.fullmatch(item.name) for item in folder.iterdir()):
         raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
@@ -174,8 +174,8 @@ def _read_plan(path: Path) -> dict[str, Any]:
         reason = ""
     if not isinstance(begun, dict):
         raise ConfigError(
-            f"{path}: not readable as the plan of a walk forward{reason}. Without it nobody can tell what the folds in "
-            f"{path.parent} were trained with: remove that folder to begin again, or choose another --name"
+            f"{path}: not readable as the plan of a walk forward{reason}. Without it the settings of the folds in "
+            f"{path.parent} are unknown: remove that folder to start over, or choose another --name"
         )
     return begun
 

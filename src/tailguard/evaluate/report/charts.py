@@ -84,7 +84,7 @@ def equity_chart(
 def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: RiskBudget | None) -> go.Figure:
     """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit.
 
-    Of its deepest falls within the windows where the budget is about those.
+    Of its maximum drawdowns within the windows where the budget limits drawdowns.
     """
     own, held = results["agent"], results["buy & hold"]
     alpha = TAIL if budget is None else budget.alpha
@@ -248,7 +248,7 @@ def activity_chart(result: BacktestResult) -> go.Figure:
         )
     chart.update_yaxes(title_text="exposure, %", row=1, col=1)
     chart.update_yaxes(title_text="turnover, %/day", row=2, col=1)
-    chart.update_yaxes(title_text="costs so far, %", row=3, col=1)
+    chart.update_yaxes(title_text="cumulative costs, %", row=3, col=1)
     return dress(chart, 560)
 
 

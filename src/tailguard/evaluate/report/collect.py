@@ -208,7 +208,7 @@ def read_figures(path: Path) -> tuple[dict[str, float], ...]:
             figures.append({name: math.nan if value is None else float(value) for name, value in found.items()})
         except (ValueError, AttributeError, TypeError) as error:
             if number < len(lines):
-                raise ConfigError(f"{path}: line {number} is not a line of figures: {error}") from error
+                raise ConfigError(f"{path}: line {number} is not a line of metrics: {error}") from error
     return tuple(figures)
 
 

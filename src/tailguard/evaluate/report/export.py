@@ -41,7 +41,7 @@ def save_png(page: Path, path: Path) -> None:
     drawn = _browse(page, "--dump-dom", f"--window-size={WIDTH},1000")
     height = re.search(r'<html[^>]* data-height="(\d+)"', drawn)
     if height is None:
-        raise RunError(f"{page}: the browser has not drawn its charts; open the page itself to see why")
+        raise RunError(f"{page}: the browser did not draw its charts; open the page itself to see why")
     tall = min(int(height[1]), TALLEST)
     _browse(page, f"--screenshot={path.resolve()}", f"--window-size={WIDTH},{tall}")
     _check_made(path)
@@ -74,4 +74,4 @@ def _browse(page: Path, *options: str) -> str:
 
 def _check_made(path: Path) -> None:
     if not path.is_file() or not path.stat().st_size:
-        raise RunError(f"{path}: the browser has not written it")
+        raise RunError(f"{path}: the browser did not write it")

@@ -54,7 +54,7 @@ def trade_row(trade: Trade, bar: timedelta) -> tuple[str, ...]:
 
 
 def drawdown_rows(result: BacktestResult) -> list[tuple[str, ...]]:
-    """Cells by `DRAWDOWN_HEADINGS`, the deepest fall first."""
+    """Cells by `DRAWDOWN_HEADINGS`, the deepest drawdown first."""
     when = close_times(result)
     rows: list[tuple[str, ...]] = []
     for fall in worst_drawdowns(result.equity):

@@ -22,7 +22,7 @@ class Judgement(StrEnum):
     """The verdict in a few words."""
 
     SKILL = "evidence of skill"
-    EXPOSURE = "paid for exposure, no evidence of timing"
+    EXPOSURE = "return from exposure, no evidence of timing"
     NO_SKILL = "no evidence of skill"
     LOSS = "lost money"
     RUIN = "liquidated"
@@ -75,7 +75,7 @@ def _outcome(evidence: Evidence) -> str:
     agent, held = evidence.agent, evidence.results["buy & hold"]
     if not evidence.agent.turnover.any():
         return "The agent never traded in the test period, so there is nothing to judge."
-    ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
+    ruin = " Its account was liquidated." if evidence.agent.liquidated else ""
     return (
         f"Over {years_in_words(evidence.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
         f"costs, with a maximum drawdown of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
@@ -89,18 +89,18 @@ def _luck(evidence: Evidence, judgement: Judgement) -> str:
     tried = "" if skill.trials == 1 else f", after {skill.trials} trials"
     if judgement is Judgement.SKILL:
         return (
-            f"{ratio}; the probability that it is above what luck explains{tried} is {probability(skill.deflated)}, "
+            f"{ratio}; the probability that it exceeds what luck explains{tried} is {probability(skill.deflated)}, "
             f"and its positions at other times would have paid as much in {share(timing.p_value)} of all cases."
         )
     if judgement is Judgement.EXPOSURE:
         return (
             f"{ratio}, which luck does not explain{tried}; but the same positions at other times would have paid as "
-            f"much in {share(timing.p_value)} of all cases, so it is paid for holding, not for choosing when."
+            f"much in {share(timing.p_value)} of all cases, so it is paid for exposure, not for timing."
         )
     needed = "" if not math.isfinite(skill.needed_years) else _needed(skill.needed_years, skill.years)
     return (
-        f"{ratio}; the probability that it is above what luck explains{tried} is only {probability(skill.deflated)}, "
-        f"less than the {100 * CONFIDENCE:.0f} % one would want.{needed}"
+        f"{ratio}; the probability that it exceeds what luck explains{tried} is only {probability(skill.deflated)}, "
+        f"below the required {100 * CONFIDENCE:.0f} %.{needed}"
     )
 
 
@@ -128,7 +128,7 @@ def ratio_against(difference: Interval, other: str) -> str:
     words = f"Its Sharpe ratio is {number(abs(difference.estimate))} {side} that of {other}"
     if chance <= 1 - CONFIDENCE:
         return f"{words} ({p_value(chance)})"
-    return f"{words}, which chance explains well enough ({p_value(chance)})"
+    return f"{words}, which is within noise ({p_value(chance)})"
 
 
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
@@ -142,16 +142,16 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
         "broken": "the risk budget was broken",
         "undecided": "the record cannot decide whether the budget holds",
     }
-    few = "" if budget.tail_windows >= 1 else f" That rests on {budget.tail_windows:.1f} worst windows."
+    few = "" if budget.tail_windows >= 1 else f" The estimate rests on {budget.tail_windows:.1f} worst windows."
     return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}.{few}"
 
 
 def overfitting_in_words(found: Overfitting, what: str) -> str:
     """The probability of backtest overfitting, and what it is the probability of."""
     return (
-        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. So often the {what} that was best by "
-        f"one half of the record was no better than the median in the other half ({len(found.logits):,} ways to "
-        f"halve it); it lost money there in {100 * found.probability_of_loss:.0f} %."
+        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. In this share of {len(found.logits):,} "
+        f"splits, the {what} that was best in one half of the record was no better than the median in the other half; "
+        f"it lost money there in {100 * found.probability_of_loss:.0f} %."
     )
 
 
