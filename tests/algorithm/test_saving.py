@@ -187,7 +187,7 @@ def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp
         learner.save(tmp_path / "agent")
     assert (tmp_path / "agent" / "notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="there is something else of this name"):
+    with pytest.raises(CheckpointError, match="exists and is not a folder"):
         learner.save(tmp_path / "file")
     with pytest.raises(OSError, match="file"):
         learner.save(tmp_path / "file" / "agent")

@@ -96,7 +96,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped byte": (lambda step: flip(step / "weights.safetensors"), "weights.safetensors: its SHA-256 is not"),
+    "flipped byte": (lambda step: flip(step / "weights.safetensors"), "weights.safetensors: its SHA-256 differs"),
     "flipped manifest": (lambda step: flip(step / "manifest.json"), "manifest.json: (its content|not readable)"),
     "truncated": (lambda step: os.truncate(step / "state.safetensors", 100), "100 bytes long; .* were written"),
     "missing file": (lambda step: (step / "state.safetensors").unlink(), "state.safetensors is missing"),
@@ -187,7 +187,7 @@ def test_other_data_is_refused(store: CheckpointStore, agent: Any, make_agent: A
     save_steps(store, agent, [None])
     other = make_agent(make_market(1_200, seed=12).bars)
     with pytest.raises(
-        CheckpointError, match=r"step_48: made with other bars: their SHA-256 was \w{12}… and is \w{12}…"
+        CheckpointError, match=r"step_48: saved with different bars: their SHA-256 was \w{12}… and is \w{12}…"
     ):
         CheckpointStore(store.run, data_hashes(other.env)).restore(other, 48)
     assert data_hashes(make_agent(bars).env) == data_hashes(agent.env)

@@ -193,7 +193,7 @@ def test_a_place_that_is_taken_is_left_alone(files: Path, tmp_path: Path, prepar
     assert (prepared / "market.json").read_bytes() == before
     prepare_market(config, prepared, replace=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="Nothing was left behind"):
+    with pytest.raises(RunError, match="No partial output is left"):
         prepare_market(config, tmp_path / "file" / "market")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "market", "mine"]
 
@@ -238,7 +238,7 @@ def test_a_feature_that_never_forgets_is_refused(files: Path, tmp_path: Path) ->
     feature("highest_ever")(lambda: pl.col("close") / pl.col("high").cum_max())
     try:
         config = settings(f"data.path={files / 'one.parquet'}", "data.features=[highest_ever]")
-        with pytest.raises(FeatureError, match=r"'highest_ever' at .* remembers more than its warm-up"):
+        with pytest.raises(FeatureError, match=r"'highest_ever' at .* depends on more history than its warm-up"):
             prepare_market(config, tmp_path / "market", rows=1_000)
     finally:
         del FEATURES["highest_ever"]

@@ -159,5 +159,5 @@ def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig,
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{" * 100_000, "\x00"])
 def test_a_damaged_plan_is_named_with_the_way_out(config: RunConfig, tmp_path: Path, text: str) -> None:
     (tmp_path / "walk_forward.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"remove that folder to begin again, or choose another --name"):
+    with pytest.raises(ConfigError, match=r"remove that folder to start over, or choose another --name"):
         _claim(tmp_path, config, "0" * 64, PLAN, [])

@@ -33,7 +33,7 @@ def with_tests(evidence: Evidence, deflated: float, timing: float) -> Evidence:
     ("deflated", "timing", "judgement", "words"),
     [
         (0.99, 0.01, Judgement.SKILL, "exceeds what luck explains is 99 %, and its positions at other times"),
-        (0.99, 0.20, Judgement.EXPOSURE, "would have paid as much in 20 % of all cases, so it is paid for holding"),
+        (0.99, 0.20, Judgement.EXPOSURE, "would have paid as much in 20 % of all cases, so it is paid for exposure"),
         (
             0.80,
             0.01,
