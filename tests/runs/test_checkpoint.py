@@ -192,7 +192,7 @@ def test_other_data_is_refused(store: CheckpointStore, agent: Any, make_agent: A
         CheckpointStore(store.run, data_hashes(other.env)).restore(other, 48)
     assert data_hashes(make_agent(bars).env) == data_hashes(agent.env)
     changed = data_hashes(agent.env) | {"features": "0" * 64}
-    with pytest.raises(CheckpointError, match="made with other features"):
+    with pytest.raises(CheckpointError, match="saved with different features"):
         CheckpointStore(store.run, changed).restore(agent, 48)
 
 

@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "File too large. The run has stopped; the checkpoint of step" in str(found.value)
-    assert "is intact. Make room" in str(found.value)
+    assert "is intact. Free disk space" in str(found.value)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
     try:
         with pytest.raises(RunError, match="File too large"):  # the disk is full still

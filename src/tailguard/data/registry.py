@@ -16,7 +16,7 @@ Build = Callable[[], pl.Expr]
 
 
 class FeatureError(TailguardError):
-    """A feature whose definition does not hold; the message names it, what it did and the way out."""
+    """A feature violates its declaration; the message names the feature, the fault and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Feature:
     """The same for every symbol: reads the time only, and appears once in a portfolio."""
 
     def expression(self) -> pl.Expr:
-        """The expression, once it is known to read only what the feature declared."""
+        """The expression, after checking that it reads only declared columns."""
         expression = self.build()
         if not isinstance(expression, pl.Expr):
             raise FeatureError(f"feature {self.name!r} returned {type(expression).__name__}; it must return a pl.Expr")
@@ -74,7 +74,7 @@ def feature(
         needs: further columns the expression reads: optional ones (`taker_buy_base`, `trades`, `funding_rate`, …), or
             any numeric column of the file or frame that the bars were loaded from, such as `sentiment`.
         market_wide: the value is the same for every symbol; such a feature reads `time` only.
-        replace: allow a name that is taken, as when a notebook cell runs twice.
+        replace: allow a name that is already registered, as when a notebook cell runs twice.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ConfigError(

@@ -21,13 +21,13 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, folded to a terminal's width; what goes to a file or a pipe keeps one line a finding."""
+    """Print the table, wrapped to the terminal's width; in a file or a pipe each finding stays on one line."""
     for line in report_lines(report, console.width if console.is_terminal else None):
         console.print(line, soft_wrap=True)
 
 
 def report_lines(report: Report, width: int | None = None) -> Iterator[Text]:
-    """The table: what there is, what is wrong, what is right, and what to do next."""
+    """The table: extent of the bars, failed checks, passed checks, and the next step."""
     yield from _title(report)
     name_width = max(len(check.name) for check in report.checks)
     several_files = len({offender.file for check in report.checks for offender in check.offenders}) > 1

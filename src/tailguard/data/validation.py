@@ -36,7 +36,7 @@ def validate(
     """Check the bars of `frame`, laid out as `tailguard.data.checks` says.
 
     `frequency`: the one the bars must have; None: the most common difference between neighbouring times.
-    `volume_unit`: what the volume column is said to count. `times_only` leaves out whatever does not concern the times.
+    `volume_unit`: the declared unit of the volume column. `times_only` runs only the checks of the times.
     """
     parts = frame.partition_by("symbol", maintain_order=True)
     pace = frequency or most_common_step(*(part["time"] for part in parts))

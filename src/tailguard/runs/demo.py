@@ -26,16 +26,16 @@ DEMO_SETTINGS = (
     "risk.alpha=0.2",
     "training.total_timesteps=1500000",
 )
-"""Few features and a small network: the market is small, and what is learned must hold on bars never seen. A position
-pays or costs within hours, so a short horizon sees as much of it and far less noise.
+"""Few features and a small network: the market is small, and the policy must generalise to unseen bars. A position
+gains or loses within hours, so a short horizon captures its effect with far less noise.
 
 The budget: the worst fifth of weeks may lose a tenth on average. A test year has ten such weeks, and their mean is
-known to some 5 % of equity: a tighter limit, or the worst twentieth, could be kept, and a year could not tell. The
-price of risk is above zero only at the beginning, while the agent explores widely and breaks the budget."""
+known to some 5 % of equity: a tighter limit, or the worst twentieth, could not be verified within a year. The
+Lagrange multiplier is above zero only at the start, while the agent explores widely and breaks the budget."""
 
 
 def demo_config(seed: int) -> RunConfig:
-    """The demo's settings, a plain config that `tailguard train` could read."""
+    """The demo's settings, a plain config file that `tailguard train` could read."""
     return load_config(overrides=[*DEMO_SETTINGS, f"training.seed={seed}"])
 
 

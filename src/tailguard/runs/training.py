@@ -49,12 +49,12 @@ def train_to_the_end(
     """Train a fresh agent with checkpoints in the run's folder and save it there when it is done.
 
     `validation`: scores the checkpoints; none: they have no score.
-    `resume`: go on from the newest checkpoint, if there is one.
-    `again`: the command that goes on after a stop, for messages.
-    `ask`: answers whether to go on from an older checkpoint where the newest is damaged.
+    `resume`: start from the newest checkpoint, if there is one.
+    `again`: the command that resumes after a stop, for messages.
+    `ask`: answers whether to resume from an older checkpoint where the newest is damaged.
 
     The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
-    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    status 128 + the signal's number. Raises `RunError` if the disk is full or not writable; the last checkpoint is
     intact.
     """
     store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
@@ -77,7 +77,7 @@ def train_to_the_end(
 
 @contextlib.contextmanager
 def _one_message() -> Iterator[None]:
-    """Keep a full disk from being told twice: the thread that writes the curves meets it too and prints a traceback."""
+    """Report a full disk only once: the thread that writes the curves would also print a traceback."""
     usual = threading.excepthook
 
     def told_by_the_run(failure: threading.ExceptHookArgs) -> None:
@@ -99,7 +99,7 @@ def _take_up(
     ask: Callable[[str], bool],
     again: str,
 ) -> None:
-    """Bring the agent and the run's figures to where the newest checkpoint stands."""
+    """Restore the agent and truncate the run's metrics to the newest checkpoint."""
     try:
         step = store.newest() or 0
         changed = store.restore(agent, step) if step else {}

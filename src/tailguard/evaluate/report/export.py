@@ -14,7 +14,7 @@ from tailguard.errors import ConfigError, RunError
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge", "brave-browser")
 WIDTH = 1280
 TALLEST = 16_000
-"""Pixels; browsers take no taller picture."""
+"""Pixels; browsers do not support taller screenshots."""
 SECONDS = 180
 
 
@@ -37,7 +37,7 @@ def save_pdf(page: Path, path: Path) -> None:
 
 
 def save_png(page: Path, path: Path) -> None:
-    """Take a picture of a page from top to bottom."""
+    """Take a full-page screenshot."""
     drawn = _browse(page, "--dump-dom", f"--window-size={WIDTH},1000")
     height = re.search(r'<html[^>]* data-height="(\d+)"', drawn)
     if height is None:
@@ -48,7 +48,7 @@ def save_png(page: Path, path: Path) -> None:
 
 
 def _browse(page: Path, *options: str) -> str:
-    """Open a page without a window, let its scripts come to an end, and return what the browser prints."""
+    """Open a page in a headless browser, let its scripts finish, and return the browser's output."""
     with tempfile.TemporaryDirectory(prefix="tailguard-browser-", ignore_cleanup_errors=True) as profile:
         command = [
             find_browser(),

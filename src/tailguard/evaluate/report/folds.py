@@ -1,4 +1,4 @@
-"""A walk forward to read: fold by fold, and as one account beside the baselines."""
+"""The report of a walk forward: fold by fold, and as one account with the baselines."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fold_rows(walked: WalkForward) -> list[tuple[str, ...]]:
 
 
 def in_words(walked: WalkForward) -> list[str]:
-    """In how many folds it worked, and over seeds."""
+    """Sentences on the results over folds and seeds."""
     own, held = fold_gains(walked)
     middle = np.median(own, axis=0)
     count = len(held)
@@ -94,7 +94,7 @@ def in_words(walked: WalkForward) -> list[str]:
 
 
 def _luck(walked: WalkForward) -> list[str]:
-    """What luck explains, and whether choosing a seed by its record would mean anything."""
+    """Sentences on luck, and on overfitting by selecting a seed."""
     sentences = []
     middle, tried = walked.middle, walked.trials
     which = "" if len(walked.stitched) == 1 else " of the median seed"

@@ -36,7 +36,7 @@ RESULTS_CAPTION = (
     "Test period, net of all costs. Agent ahead: one-sided test of the Sharpe ratio; a small p is unlikely to be noise."
 )
 SHOWN_ASSETS = 4
-"""Assets with a chart of their own."""
+"""Most assets with their own chart."""
 SHOWN_TRADES = 5
 """Best and worst trades that are listed."""
 EMBEDDED_TRADES = 10_000
@@ -131,7 +131,7 @@ def _months(page: Page, evidence: Evidence) -> None:
 
 
 def trials_in_words(evidence: Evidence) -> str:
-    """How many trials the run was chosen from, how that is known, and what their luck is worth."""
+    """The number of trials, its source, and the correction for multiple trials."""
     tried, skill = evidence.trials, evidence.skill
     words = f"Trials: {tried.count} ({tried.source})."
     if tried.count == 1 or math.isnan(skill.best_by_luck):
@@ -317,7 +317,7 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
 
 
 def _trades(page: Page, evidence: Evidence) -> None:
-    """Best and worst round trips, and all of them to take away."""
+    """Best and worst round trips, and all of them as a download."""
     trades, own = evidence.trades, evidence.agent
     page.add("<h3>Trades</h3>")
     if not trades:

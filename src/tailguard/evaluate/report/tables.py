@@ -106,7 +106,7 @@ def months_csv(result: BacktestResult) -> str:
 
 
 def drawdowns_csv(result: BacktestResult) -> str:
-    """Every fall from a high, the deepest first."""
+    """Every drawdown, the deepest first."""
     when = close_times(result)
     rows = (
         (
@@ -122,7 +122,7 @@ def drawdowns_csv(result: BacktestResult) -> str:
 
 
 def write_csv(evidence: Evidence, folder: Path) -> None:
-    """The agent's bars, trades, months and drawdowns as CSV files in a folder, which is made if need be."""
+    """The agent's bars, trades, months and drawdowns as CSV files in a folder, which is created if needed."""
     own = evidence.agent
     tables = {
         "bars.csv": own.frame().write_csv(),

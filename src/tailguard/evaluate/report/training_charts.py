@@ -28,7 +28,7 @@ CURVES = {
 
 
 def training_charts(figures: Sequence[Mapping[str, float]], alarms: Sequence[AlarmRaised]) -> dict[str, go.Figure]:
-    """A chart by title for every figure that was recorded; an alarm is a dashed line at its first step."""
+    """A chart by title for every recorded metric; an alarm is a dashed line at its first step."""
     charts = {}
     for name, (title, factor) in CURVES.items():
         points = [(line[STEP], factor * line[name]) for line in figures if name in line and STEP in line]
