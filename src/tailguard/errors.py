@@ -20,7 +20,7 @@ class CheckpointError(TailguardError):
 
 
 class RunError(TailguardError):
-    """A run that could not continue although its settings are valid, as on a full disk; the command line exits with 1."""
+    """A run that could not continue with valid settings, as on a full disk; the command line exits with 1."""
 
 
 class MissingExtraError(TailguardError):
