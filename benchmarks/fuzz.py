@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -38,6 +39,8 @@ import yaml
 
 SECONDS = 120
 """A case that takes longer hangs."""
+MEMORY = 8 * 2**30
+"""Bytes that a process may take; a case needs less than one GiB."""
 SIZES = {"settings": 400, "csv": 300, "commands": 200, "files": 200}
 TINY: dict[str, Any] = {
     "data": {"synthetic_bars": 1_200, "features": ["return_24"], "embargo": "1d"},
@@ -106,6 +109,8 @@ class Answer:
     number: int
     outcome: str
     what: str = ""
+    accepted: bool = False
+    """Whether the input was taken as good; else it was refused in words."""
 
 
 class Hang(BaseException):
@@ -276,9 +281,10 @@ def case(kind: str, number: int, seed: int, made: Path) -> Answer:
         raise Hang
 
     signal.signal(signal.SIGALRM, ring)
-    here, shown = os.getcwd(), ""
+    here, shown, status = os.getcwd(), "", 0
     with tempfile.TemporaryDirectory() as folder:
         signal.alarm(SECONDS)
+        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # where no signal is heard, the process ends
         try:
             for arguments in CASES[kind](draw, Path(folder), made):
                 shown = " ".join(arguments)
@@ -291,12 +297,15 @@ def case(kind: str, number: int, seed: int, made: Path) -> Answer:
             return Answer(kind, number, "traceback", f"{shown}\n{traceback.format_exc()[-1_500:]}")
         finally:
             signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
             os.chdir(here)
-    return Answer(kind, number, "answered")
+    return Answer(kind, number, "answered", accepted=status == 0)
 
 
 def prepare_worker() -> None:
+    """A worker that tells where it dies, and that cannot take the machine's memory."""
     faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def answers_of(wanted: list[tuple[str, int]], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
@@ -306,13 +315,20 @@ def answers_of(wanted: list[tuple[str, int]], seed: int, made: Path, pool: Proce
         waiting = [pool.submit(case, kind, number, seed, made) for kind, number in wanted]
         with contextlib.suppress(BrokenProcessPool):
             for future in waiting:
-                found.append(future.result())
+                found.append(shown(future.result()))
     return found
 
 
 def alone(one: tuple[str, int], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
     """The answer of a case in a process of its own, which may die of it."""
-    return answers_of([one], seed, made, pool) or [Answer(*one, "traceback", "the process died")]
+    return answers_of([one], seed, made, pool) or [shown(Answer(*one, "traceback", "the process died"))]
+
+
+def shown(answer: Answer) -> Answer:
+    """The answer, printed if it is none."""
+    if answer.outcome != "answered":
+        print(f"--- {answer.kind} {answer.number}: {answer.outcome}: {answer.what}", flush=True)
+    return answer
 
 
 def make_things(made: Path) -> None:
@@ -362,15 +378,16 @@ def main() -> None:
             done = answers_of(wanted, arguments.seed, made, pool(arguments.workers))
             if len(done) < len(wanted):  # a process died; alone, the case that killed it is known
                 done += alone(wanted[len(done)], arguments.seed, made, pool(1))
-            for bad in (answer for answer in done if answer.outcome != "answered"):
-                print(f"--- {bad.kind} {bad.number}: {bad.outcome}: {bad.what}", flush=True)
             answers += done
             wanted = wanted[len(done) :]
     counts = Counter((answer.kind, answer.outcome) for answer in answers)
-    print(f"\n{'kind':<10}{'cases':>8}{'answered':>10}{'traceback':>11}{'hang':>6}")
+    taken = Counter(answer.kind for answer in answers if answer.accepted)
+    print(f"\n{'kind':<10}{'cases':>8}{'accepted':>10}{'refused':>9}{'traceback':>11}{'hang':>6}")
     for kind in SIZES:
         cells = [counts[kind, outcome] for outcome in ("answered", "traceback", "hang")]
-        print(f"{kind:<10}{sum(cells):>8}{cells[0]:>10}{cells[1]:>11}{cells[2]:>6}")
+        print(
+            f"{kind:<10}{sum(cells):>8}{taken[kind]:>10}{cells[0] - taken[kind]:>9}{cells[1]:>11}{cells[2]:>6}"
+        )
     print(f"seed {arguments.seed}, {time.monotonic() - begun:.0f} s")
     sys.exit(0 if all(answer.outcome == "answered" for answer in answers) else 1)
 
