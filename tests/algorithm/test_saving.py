@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,13 @@ from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.saving import PARTS, capture, restore
 from tailguard.data.bars import Bars
+from tailguard.envs.shield import Shield
 from tailguard.envs.tasks import RecallEnv
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
+from tailguard.evaluate.backtest import backtest
 from tailguard.optim.config import VGSConfig
+from tailguard.risk.config import RiskConfig
 from tailguard.sealed import flat_tensors, read_sealed, write_sealed
 
 MODES: list[dict[str, Any]] = [
@@ -174,6 +179,51 @@ def test_an_agent_is_two_tensor_files_and_a_manifest(make_learner: Any, tmp_path
     header = (tmp_path / "weights.safetensors").read_bytes()
     weights = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
     assert set(weights) - {"__metadata__"} == set(learner.agent.state_dict())
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON value, tables and lists included."""
+    for key in content if isinstance(content, dict) else range(len(content)):
+        yield (*path, key)
+        if isinstance(content[key], dict | list):
+            yield from places(content[key], (*path, key))
+
+
+@pytest.mark.parametrize(
+    "value", [None, "x", [], {"a": 1}, True, -1, 1.5, 10**30, float("nan"), float("inf")], ids=repr
+)
+def test_any_value_in_any_place_of_a_manifest_is_refused_or_can_be_traded_with(
+    bars: Bars, tmp_path: Path, value: Any
+) -> None:
+    """A stranger writes null, a text or an absurd number into a manifest, and the hash that fits."""
+    env = TradingEnv(bars, num_envs=2, episode_length=16, features=["return_4"], shield=Shield(0.1, 0.05))
+    options: dict[str, Any] = {"n_steps": 8, "hidden": (2,), "lstm_size": 2, "quantiles": 2}
+    DistributionalPPO(env, **options, risk=RiskConfig(limit=-0.04)).save(tmp_path)
+    whole = json.loads((tmp_path / "manifest.json").read_text())
+    del whole["sha256"]
+    few = replace(bars, frame=bars.frame.head(12))
+    refused = 0
+    for path in places(whole["about"]):
+        changed = copy.deepcopy(whole)
+        spot = changed["about"]
+        for key in path[:-1]:
+            spot = spot[key]
+        spot[path[-1]] = value
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        (tmp_path / "manifest.json").write_text(json.dumps(changed | {"sha256": digest}))
+        try:
+            backtest(DistributionalPPO.load(tmp_path), few, warn_in_sample=False)
+        except TailguardError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{value!r} as {'.'.join(map(str, path))}") from error
+    assert refused > 30
+
+
+@pytest.mark.parametrize("seed", [None, "1", 1.5, True, 2**63])
+def test_a_seed_that_is_none_is_refused_by_name(make_learner: Any, seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed: "):
+        make_learner(seed=seed)
 
 
 def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp_path: Path) -> None:
