@@ -126,7 +126,7 @@ def test_a_long_value_is_shortened_in_the_message(override: str) -> None:
 def test_values_that_yaml_cannot_build_are_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="not readable as YAML|nested too deeply") as refused:
+    with pytest.raises(ConfigError, match=r"not readable as YAML|nested too deeply") as refused:
         load_config(path)
     assert len(str(refused.value)) < 1_000
 

@@ -19,7 +19,7 @@ from tailguard.places import check_writable_place, replace_synced
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tailguard.algorithm.ppo import DistributionalPPO
+    from tailguard.algorithm.learner import Learner
     from tailguard.config import RunConfig
     from tailguard.data.bars import Bars
     from tailguard.evaluate.overlap import Overlap
@@ -351,7 +351,7 @@ def _backtests(
     return _Backtests(title, found, tried, seen)
 
 
-def _one_account(agent: DistributionalPPO, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
+def _one_account(agent: Learner, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
     """The bars of the symbols that the agent can trade in one account, of one alone if it is named.
 
     `pool`: several accounts side by side will do, for an agent that trades each symbol in one of its own.

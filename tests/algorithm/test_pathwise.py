@@ -468,3 +468,55 @@ def test_a_window_that_is_not_finite_stops_the_run_or_is_left_out(bars: tg.Bars)
         learner.iterate()
         learner.agent.load_state_dict(before)
         assert learner.state.skipped >= 1
+
+
+def test_the_multipliers_gains_fit_the_learner_unless_they_are_given(bars: tg.Bars) -> None:
+    given = tg.RiskConfig(limit=-0.01, alpha=0.5, kp=1.5)
+    assert make(bars, BUDGET).risk.config.gains == (2.0, 0.1)
+    assert make(bars, given).risk.config.gains == (1.5, 0.1)
+    ppo = tg.DistributionalPPO(make_env(bars), risk=BUDGET, **SMALL)
+    assert ppo.risk is not None
+    assert ppo.risk.config.gains == (0.5, 0.02)
+
+
+@pytest.mark.slow
+def test_a_compiled_learner_takes_the_same_course(bars: tg.Bars) -> None:
+    def weights(runtime: str, iterations: int) -> dict[str, Tensor]:
+        learner = make(bars, BUDGET, runtime=runtime, env={"num_envs": 32})
+        for _ in range(iterations):
+            learner.iterate()
+        return {name: value.clone() for name, value in learner.agent.state_dict().items()}
+
+    start, eager, compiled = weights("eager", 0), weights("eager", 5), weights("compile", 5)
+
+    def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        return float(sum((one[name] - other[name]).double().square().sum() for name in one)) ** 0.5
+
+    assert distance(eager, compiled) < 1e-3 * distance(eager, start)
+
+
+def test_five_assets_are_learned_at_once() -> None:
+    """Each asset's next return is in its own feature; the best portfolio follows all five."""
+    draw, rows = np.random.default_rng(0), 4_000
+    signal = draw.normal(size=(rows, 5))
+    move = 0.002 * np.concatenate([np.zeros((1, 5)), signal[:-1]]) + 0.004 * draw.normal(size=(rows, 5))
+    close = 100 * np.exp(np.cumsum(move, axis=0))
+    opened = np.vstack([np.full((1, 5), 100.0), close[:-1]])
+    panel = Panel(
+        time=1_609_459_200_000 + 3_600_000 * np.arange(rows, dtype=np.int64), open=opened, close=close,
+        high=np.maximum(opened, close), low=np.minimum(opened, close), volume=np.full((rows, 5), 1e6),
+        segment=np.zeros(rows, np.int32), tradeable=np.ones(rows, bool), symbols=tuple("ABCDE"), frequency_ms=3_600_000,
+    )  # fmt: skip
+    names = tuple(f"signal_{symbol}" for symbol in "ABCDE")
+    scaler = Scaler(names, ("none",) * 5, np.zeros(5), np.ones(5))
+    prepared = PreparedBars(panel, signal.astype(np.float32), names, np.ones(rows, bool), scaler)
+    env = tg.TradingEnv(prepared, tg.MarketConfig(fee=1e-4), num_envs=128, episode_length=64, stagger=16)
+    learner = PathwiseLearner(env, hidden=(32,), lstm_size=16, critic="scalar", seed=0)
+    for _ in range(80):
+        metrics = learner.iterate()
+    rollout = learner.snapshot.rollout  # type: ignore[union-attr]
+    weights, seen = rollout.outcome["weights"], rollout.obs[..., :5]
+    each = [float(torch.corrcoef(torch.stack((weights[..., k].flatten(), seen[..., k].flatten())))[0, 1])
+            for k in range(5)]  # fmt: skip
+    assert min(each) > 0.2, each
+    assert metrics["rollout/ep_pnl_mean"] > 0.02

@@ -39,6 +39,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "risk budget": {"risk": tg.RiskConfig(limit=-0.02, alpha=0.5)},
     "categorical critic, shared trunk": {"critic": "categorical", "memory": "shared"},
     "scalar critic without memory": {"critic": "scalar", "memory": "none"},
+    "through the market, risk budget": {
+        "learner": tg.PathwiseLearner,
+        "risk": tg.RiskConfig(limit=-0.02, alpha=0.5),
+        "twin_critics": True,
+        "stochastic": True,
+        "entropy_coef": 0.01,
+    },
+    "through the market, no critics": {"learner": tg.PathwiseLearner, "critic_epochs": 0},
 }
 
 
@@ -68,7 +76,9 @@ def bars() -> Bars:
 
 def names_of(options: dict[str, Any], monitor: bool) -> set[str]:
     env = tg.TradingEnv(bars(), num_envs=8, episode_length=32)
-    return set(tg.DistributionalPPO(env, **SMALL | options, monitor=monitor).learn(256).metrics)
+    settings = SMALL | options
+    learner = settings.pop("learner", tg.DistributionalPPO)
+    return set(learner(env, **settings, monitor=monitor).learn(256).metrics)
 
 
 def test_every_figure_is_documented_once_and_marked_if_it_needs_monitoring(emitted: tuple[set[str], set[str]]) -> None:

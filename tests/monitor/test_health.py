@@ -396,3 +396,76 @@ def test_an_agent_that_has_stopped_learning_says_so() -> None:
     assert "no update was made" in alarm.what
     assert metrics["warn/learning_stopped"] == 2
     assert metrics["warn/skipped_nonfinite"] == 4
+
+
+# --- gradients through the market ------------------------------------------------------------------------------------
+
+
+def through_the_market(bars: Any, **options: Any) -> tg.PathwiseLearner:
+    env = tg.TradingEnv(bars, num_envs=32, episode_length=32, stagger=8)
+    settings: dict[str, Any] = {"n_steps": 8, "minibatch_size": 64, "hidden": (8,), "lstm_size": 8, "quantiles": 8}
+    return tg.PathwiseLearner(env, **(settings | options))
+
+
+@pytest.mark.parametrize("risk", [None, tg.RiskConfig(limit=-0.05, alpha=0.5)])
+def test_a_healthy_run_through_the_market_is_silent(bars: Any, risk: tg.RiskConfig | None) -> None:
+    learner = through_the_market(bars, twin_critics=True, risk=risk)
+    metrics = run(learner, 40)
+    assert learner.alarms == []
+    assert {value for name, value in metrics.items() if name.startswith("warn/")} == {0}
+
+
+class Amplifier:
+    """x ← 4x + a, rewarded by x: after T steps the first action counts 4^(T − 1) times as much as the last."""
+
+    num_envs, observation_size, device, differentiable = 4, 1, torch.device("cpu"), True
+    action_space = Box(torch.tensor([-1.0]), torch.tensor([1.0]))
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.state = torch.zeros(4)
+
+    def draw(self) -> Tensor:
+        return torch.zeros(4)
+
+    def reset(self, seed: int | None = None) -> Tensor:  # noqa: ARG002
+        self.state = torch.zeros(4)
+        return torch.zeros(4, 1)
+
+    def transition(self, before: Tensor, action: Tensor, chance: Tensor) -> tuple[Tensor, Step]:  # noqa: ARG002
+        after = (4 * before + action[:, 0]).clamp(-1e6, 1e6)
+        never, obs = torch.zeros(4, dtype=torch.bool), torch.zeros(4, 1)
+        return after, Step(obs, after, never, never, obs, ~never)
+
+    def step(self, action: Tensor) -> Step:
+        self.state, step = self.transition(self.state, action, self.draw())
+        return step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.state = state["state"]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_gradient_that_explodes_on_its_way_back() -> None:
+    learner = tg.PathwiseLearner(Amplifier(), n_steps=8, memory="none", hidden=(), critic="scalar", learning_rate=1e-6)
+    learner.state.carry = learner._begin()
+    ratios = []
+    for _ in range(6):
+        learner.env.reset()
+        ratios.append(learner.iterate()["pathwise/slope_ratio"])
+    # The reward of every later step counts too: Σ 4^k·γ^k over the eight steps of the window.
+    assert ratios[0] == pytest.approx(sum((4 * 0.99) ** k for k in range(8)) / 0.99**7, rel=0.01)
+    assert "gradient_through_time" in raised(learner)
+
+
+def test_a_policy_at_its_bounds(bars: Any) -> None:
+    learner = through_the_market(bars, learning_rate=1e-6)
+    learner.agent.action_head.linear.bias.data.fill_(10.0)  # type: ignore[operator, union-attr]
+    metrics = run(learner, 11)
+    assert metrics["pathwise/saturated"] == 1.0
+    assert "policy_saturated" in raised(learner)

@@ -16,7 +16,7 @@ def test_the_demo_is_a_plain_config_with_the_seed_asked_for() -> None:
     assert isinstance(config, RunConfig)
     assert config.training.seed == 7
     assert config.data.path is None
-    assert config.env.episode_length % config.ppo.n_steps == 0
+    assert config.env.episode_length % config.chosen.n_steps == 0
 
 
 @pytest.mark.slow

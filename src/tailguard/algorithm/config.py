@@ -31,6 +31,8 @@ class LearnerConfig:
     """Name of the learner's section in a run's settings, for messages."""
     fewest_steps: ClassVar[int] = 1
     """Lowest n_steps."""
+    multiplier_gains: ClassVar[tuple[float, float]] = (0.5, 0.02)
+    """kp and ki of the risk budget, where it does not give its own: they fit the number of rollouts in a run."""
 
     n_steps: int = 64
     """Steps in a rollout and in a training sequence; the episode length should be a multiple of it."""
@@ -284,12 +286,13 @@ class PathwiseConfig(LearnerConfig):
 
     section: ClassVar[str] = "pathwise"
     fewest_steps: ClassVar[int] = 0
+    multiplier_gains: ClassVar[tuple[float, float]] = (2.0, 0.1)
 
     n_steps: int = 16
     """Bars in a window that the gradient goes back through, 8 to 64; 0: whole episodes."""
-    learning_rate: float | str = 1e-2
+    learning_rate: float | str = "linear:1e-2:1e-3"
     """Step size of the policy, a schedule; 1e-3 to 2e-2."""
-    critic_learning_rate: float | str = 1e-3
+    critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int = 1
     """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing."""

@@ -88,7 +88,7 @@ class RiskBudget:
         self.changes = RunningMoments((), decay=CHANGE_MEMORY, device=self.device)
         """What a row does to the loss: mean and standard deviation, of recent rollouts."""
         # Resolved here and saved so: an agent that is loaded elsewhere must find its own window again.
-        self.config = replace(config, window=self._window_size())
+        self.config = replace(config.with_gains(*ppo.multiplier_gains), window=self._window_size())
         self.constraint = CVaRConstraint(self.config, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)

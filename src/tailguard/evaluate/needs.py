@@ -54,9 +54,10 @@ def check_synthetic(config: RunConfig) -> None:
 
 def network_need(config: RunConfig, env: TradingEnv) -> Need:
     """Weights, gradients and the optimiser's two moments."""
-    network = config.ppo.network
+    network = config.chosen.network
     spread = {"quantile": f", quantiles={network.quantiles}", "categorical": f", atoms={network.atoms}"}
-    sizes = f"ppo.network: hidden={list(network.hidden)}, lstm_size={network.lstm_size}{spread.get(network.critic, '')}"
+    sizes = f"hidden={list(network.hidden)}, lstm_size={network.lstm_size}{spread.get(network.critic, '')}"
+    sizes = f"{config.learner}.network: {sizes}"
     try:
         with torch.device("meta"):  # shapes without memory
             outline = ActorCritic(env.observation_size, env.action_space, network)
@@ -69,14 +70,18 @@ def network_need(config: RunConfig, env: TradingEnv) -> Need:
 
 def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
     """What all accounts see, do and are told in the steps of one rollout, and the memories of the policy."""
-    accounts, steps, network = config.env.num_envs, config.ppo.n_steps, config.ppo.network
+    accounts, network = config.env.num_envs, config.chosen.network
+    steps = config.chosen.n_steps or env.episode_length
     row = 2 * env.observation_size + env.task.market.assets + OUTCOMES + _critics(network)
+    if config.learner == "pathwise":
+        # What the gradient needs of every step: layers, gates and cells of the policy, and the market's own arithmetic.
+        row += 2 * sum(network.hidden) + 8 * network.lstm_size * network.lstm_layers + 2 * OUTCOMES
     each = float(NUMBER * (steps * row + 2 * network.lstm_size * (network.memory != "none")))
     # Half of the memory: the update needs about as much again.
     fitting = free / 2 / each
-    way_out = f"env.num_envs={int(fitting)} may fit" if fitting >= 1 else "Make ppo.n_steps smaller"
+    way_out = f"env.num_envs={int(fitting)} may fit" if fitting >= 1 else f"Make {config.learner}.n_steps smaller"
     return Need(
-        f"env.num_envs={accounts}, ppo.n_steps={steps}",
+        f"env.num_envs={accounts}, {config.learner}.n_steps={steps}",
         f"a rollout of {accounts:,} accounts × {steps:,} steps",
         each * accounts,
         way_out,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.rollout import ObservationScale
 from tailguard.evaluate.backtest import backtest
 from tailguard.models.inference import StepPolicy
@@ -40,7 +40,7 @@ class Predictions:
     """Bars that a realised return spans; neighbours share most of them."""
 
 
-def predictions(agent: DistributionalPPO, bars: Bars) -> Predictions | None:
+def predictions(agent: Learner, bars: Bars) -> Predictions | None:
     """Backtest the agent, listen to its critics, and put what they said beside what came.
 
     The critics speak of the exploring policy of the training, the backtest trades without exploration, so a small
@@ -77,7 +77,7 @@ def _horizon(gamma: float) -> int | None:
 class _Listener:
     """The agent, with a record of what it was shown."""
 
-    def __init__(self, agent: DistributionalPPO) -> None:
+    def __init__(self, agent: Learner) -> None:
         self.agent = agent
         self.observations: list[NDArray[np.float32]] = []
         self.starts: list[bool] = []
@@ -103,7 +103,7 @@ class _Listener:
 
 
 @torch.no_grad()
-def _quantiles(agent: DistributionalPPO, observations: NDArray[np.float32], starts: NDArray[np.bool_]) -> Float:
+def _quantiles(agent: Learner, observations: NDArray[np.float32], starts: NDArray[np.bool_]) -> Float:
     """Quantiles of the return at every row, mean of the critics, in raw units, [T, Q]."""
     moments, config = agent.observation_moments, agent.config
     clip = config.observation_clip if config.normalise_observations else math.inf

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.saving import LEARNERS
+from tailguard.algorithm.saving import load_agent as load_agent_of
 from tailguard.config import RunConfig, load_run_config
 from tailguard.data.prepare import prepare
 from tailguard.data.sources import load_bars
@@ -47,7 +49,7 @@ class TrainedRun:
 
     folder: Path
     config: RunConfig
-    agent: DistributionalPPO
+    agent: Learner
     bars: Bars | PreparedMarket
     """All of them, before they were split."""
     split: Split | PreparedMarket
@@ -100,7 +102,7 @@ def run_config(folder: Path) -> RunConfig:
     return load_run_config(path)
 
 
-def load_agent(folder: Path) -> DistributionalPPO:
+def load_agent(folder: Path) -> Learner:
     """The agent of the run in this folder."""
     path = folder / "agent"
     recover(path)
@@ -109,7 +111,7 @@ def load_agent(folder: Path) -> DistributionalPPO:
             f"{folder}: the run has no agent yet: its training has not finished. Resume it with: "
             f"tailguard train --resume {folder}"
         )
-    return DistributionalPPO.load(path)
+    return load_agent_of(path)
 
 
 def market_of(config: RunConfig) -> tuple[Bars | PreparedMarket, SyntheticMarket | None]:
@@ -143,7 +145,7 @@ def split_of(config: RunConfig, bars: Bars | PreparedMarket) -> Split | Prepared
     return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
 
 
-def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> DistributionalPPO:
+def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> Learner:
     """A fresh agent on these training bars."""
     env = TradingEnv(
         bars,
@@ -155,11 +157,13 @@ def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> Distri
         accounts=config.env.accounts,
         reward=config.env.reward,
         shield=config.env.shield,
-        stagger=config.ppo.n_steps,
+        stagger=config.chosen.n_steps or None,  # whole episodes begin together
         seed=seed,
     )
     check_memory(config, env)
-    return DistributionalPPO(env, config.ppo, seed=seed, risk=config.risk)
+    kind, _ = LEARNERS[config.learner]
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    return learner
 
 
 def _size(value: float | str) -> float | str:
@@ -232,7 +236,7 @@ def why_no_optimum(run: TrainedRun) -> str | None:
 
 
 def agent_and_baselines(
-    agent: DistributionalPPO,
+    agent: Learner,
     bars: Bars,
     market: MarketConfig,
     *,

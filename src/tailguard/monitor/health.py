@@ -136,6 +136,22 @@ def gradient_exploding(figures: Figures, past: Past) -> str | None:
     return f"the gradient norm is {norm:.1e}, its median so far {usual:.1e}." if norm > 100 * usual else None
 
 
+def gradient_through_time(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """A gradient that grows a thousandfold on its way back through a window."""
+    ratio = _value(figures, "pathwise/slope_ratio")
+    if not ratio > 1000:
+        return None
+    return f"the gradient grows {ratio:,.0f} times on its way back through a window of the market."
+
+
+def policy_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+    """Nearly all actions at their bounds, where tanh has no slope."""
+    share = _value(figures, "pathwise/saturated")
+    if not share > 0.99:
+        return None
+    return f"{100 * share:.1f} % of the actions are at their bounds, where the policy gets no gradient."
+
+
 def quantile_crossing(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """Quantiles out of order, and by more than a return that hardly varies explains."""
     share, depth = _value(figures, "critic/quantile_crossing"), _value(figures, "critic/quantile_crossing_depth")
@@ -236,23 +252,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "lstm_dead",
         lstm_dead,
-        "observations that are all zero, a learning rate that destroyed the weights. Lower ppo.learning_rate.",
+        "observations that are all zero, a learning rate that destroyed the weights. Lower learning_rate.",
     ),
     Rule(
         "lstm_saturated",
         lstm_saturated,
-        "observations that are not scaled, or too large steps. Keep ppo.normalise_observations on, lower the rate.",
+        "observations that are not scaled, or too large steps. Keep normalise_observations on, lower the rate.",
     ),
     Rule(
         "ratio_clamped",
         ratio_clamped,
-        "the policy moves too far in one rollout. Lower ppo.learning_rate or ppo.epochs, or set ppo.target_kl.",
+        "the policy moves too far in one rollout. Lower learning_rate or ppo.epochs, or set ppo.target_kl.",
         patience=1,
     ),
     Rule(
         "entropy_collapsed",
         entropy_collapsed,
-        "too little exploration is rewarded. Raise ppo.entropy_coef or ppo.entropy_floor.",
+        "too little exploration is rewarded. Raise entropy_coef or ppo.entropy_floor.",
     ),
     Rule(
         "constant_advantages",
@@ -263,7 +279,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "gradient_exploding",
         gradient_exploding,
-        "an outlier in the data, or too large a learning rate. Check data/*; lower ppo.learning_rate.",
+        "an outlier in the data, or too large a learning rate. Check data/*; lower learning_rate.",
         patience=1,
         after=5,
     ),
@@ -309,6 +325,18 @@ RULES: tuple[Rule, ...] = (
         "too few episodes so far, or a market that has changed. The budget reads realised outcomes and still holds.",
         patience=20,
         after=100,
+    ),
+    Rule(
+        "gradient_through_time",
+        gradient_through_time,
+        "positions or an LSTM that amplify small changes bar by bar. Lower pathwise.n_steps or pathwise.learning_rate.",
+    ),
+    Rule(
+        "policy_saturated",
+        policy_saturated,
+        "too large steps, or a market without costs, where the best position is always the largest. Lower "
+        "pathwise.learning_rate or market.leverage.",
+        patience=10,
     ),
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self, get_args
 
 from tailguard.errors import ConfigError
 from tailguard.validate import check_choice, check_count, check_range
@@ -33,10 +33,11 @@ class RiskConfig:
     """Outcomes on which the tail is measured; 0: those of the last 4 rollouts, and enough for 20 in the tail."""
     margin: float = 0.05
     """Safety margin inside the limit, as a share of it, because the measured tail has an error, 0 to 0.5."""
-    kp: float = 0.5
-    """Proportional gain of the Lagrange multiplier λ on the relative violation, 0 to 5."""
-    ki: float = 0.02
-    """Integral gain of λ on the relative violation, per rollout, 0 to 1."""
+    kp: float | None = None
+    """Proportional gain of the Lagrange multiplier λ on a relative violation, 0 to 5; none: 0.5 for ppo, 2 for
+    pathwise."""
+    ki: float | None = None
+    """Integral gain of λ per rollout, 0 to 1; none: 0.02 for ppo, 0.1 for pathwise, which takes far fewer rollouts."""
     lambda_max: float = 10.0
     """Cap of λ; a run that stays there cannot keep its limit."""
     cost_lambda: float = 0.5
@@ -55,8 +56,9 @@ class RiskConfig:
         check_range("risk.penalty", self.penalty, low=0)
         check_count("risk.window", self.window, low=0)
         check_range("risk.margin", self.margin, low=0, high=0.5)
-        check_range("risk.kp", self.kp, low=0)
-        check_range("risk.ki", self.ki, low=0)
+        for name in ("kp", "ki"):
+            if getattr(self, name) is not None:
+                check_range(f"risk.{name}", getattr(self, name), low=0)
         check_range("risk.lambda_max", self.lambda_max, low=0, low_open=True, high=1e6)
         check_range("risk.critic_learning_rate", self.critic_learning_rate, low=0, low_open=True)
         check_range("risk.cost_lambda", self.cost_lambda, low=0, high=1)
@@ -79,6 +81,15 @@ class RiskConfig:
     def from_dict(cls, settings: Mapping[str, Any]) -> RiskConfig:
         """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
         return cls(**{**settings, "critic_hidden": tuple(settings["critic_hidden"])})
+
+    @property
+    def gains(self) -> tuple[float, float]:
+        """kp and ki, where none are given those of PPO."""
+        return 0.5 if self.kp is None else self.kp, 0.02 if self.ki is None else self.ki
+
+    def with_gains(self, kp: float, ki: float) -> Self:
+        """These settings with gains for those that are not given."""
+        return replace(self, kp=kp if self.kp is None else self.kp, ki=ki if self.ki is None else self.ki)
 
     @property
     def enabled(self) -> bool:

@@ -46,14 +46,15 @@ def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
     while a large violation is shrinking already: what it gathered then would have to be unlearned later. It always
     gives way when the budget is kept.
     """
+    kp, ki = config.gains
     error = violation.clamp(-1.0, 1.0)
-    at_cap = config.kp * error + dual.integral >= config.lambda_max
+    at_cap = kp * error + dual.integral >= config.lambda_max
     shrinking = (error > INTEGRATION_ZONE) & (violation < FALLING * dual.trend)
     gathers = ~(at_cap | shrinking) | (error < 0)
-    moved = (dual.integral + config.ki * error).clamp(0.0, config.lambda_max)
+    moved = (dual.integral + ki * error).clamp(0.0, config.lambda_max)
     integral = torch.where(gathers, moved, dual.integral)
     trend = TREND_MEMORY * dual.trend + (1 - TREND_MEMORY) * violation
-    return Dual((config.kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)
+    return Dual((kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)
 
 
 class OutcomeWindow:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tailguard._version import __version__
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import PARTS, capture, describe, restore
 from tailguard.data.prepare import PreparedBars
 from tailguard.envs.mapped_market import MappedBars
@@ -92,7 +92,7 @@ class CheckpointStore:
         """Raise `CheckpointError` unless the checkpoint is there, byte for byte as it was written."""
         verify_sealed(self._existing(step), PARTS)
 
-    def save(self, agent: DistributionalPPO, score: float | None = None) -> Path:
+    def save(self, agent: Learner, score: float | None = None) -> Path:
         """Write a checkpoint, make it the latest, and let go of those that need not be kept.
 
         `score`: on the validation part, higher is better; the best scored checkpoint is kept.
@@ -110,7 +110,7 @@ class CheckpointStore:
             self._remove(other)
         return self._path(step)
 
-    def restore(self, agent: DistributionalPPO, step: int) -> dict[str, tuple[Any, Any]]:
+    def restore(self, agent: Learner, step: int) -> dict[str, tuple[Any, Any]]:
         """Bring an agent, built with the run's settings, to exactly where it stood at this step.
 
         Returns library versions and thread counts that were others then, as {name: (then, now)}: with them the run goes

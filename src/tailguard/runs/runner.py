@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from tailguard._version import __version__
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
 from tailguard.data.splits import Split
@@ -51,7 +51,7 @@ class RunResult:
     """What a run left behind."""
 
     folder: Path
-    agent: DistributionalPPO
+    agent: Learner
     standing: Standing
     """On the test period: the agent, the baselines, and the optimum if it is known."""
 
@@ -193,7 +193,7 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
 
 def prepare_agent(
     config: RunConfig, run: RunFolder, console: Console
-) -> tuple[DistributionalPPO, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
+) -> tuple[Learner, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
     """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
     prepare_device(config)
     threads = f"{config.training.device}, {torch.get_num_threads()} threads"
@@ -244,7 +244,7 @@ def budget_of(result: RunResult) -> str:
     return "the test period is too short to judge it."
 
 
-def describe_agent(agent: DistributionalPPO) -> str:
+def describe_agent(agent: Learner) -> str:
     """The network and the length of training in one line."""
     network = agent.config.network
     memory = "no memory" if network.memory == "none" else f"LSTM {network.lstm_size} ({network.memory})"
@@ -257,7 +257,7 @@ def describe_agent(agent: DistributionalPPO) -> str:
     )
 
 
-def describe_risk(agent: DistributionalPPO) -> str:
+def describe_risk(agent: Learner) -> str:
     """The risk budget in words."""
     if agent.risk is None:
         return "no risk budget"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from rich.console import Console
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
 from tailguard.errors import CheckpointError, ConfigError, RunError
@@ -35,7 +35,7 @@ def prepare_device(config: RunConfig) -> None:
 
 
 def train_to_the_end(
-    agent: DistributionalPPO,
+    agent: Learner,
     config: RunConfig,
     run: RunFolder,
     validation: Validation | None,
@@ -92,7 +92,7 @@ def _one_message() -> Iterator[None]:
 
 
 def _take_up(
-    agent: DistributionalPPO,
+    agent: Learner,
     store: CheckpointStore,
     run: RunFolder,
     console: Console,
@@ -121,7 +121,7 @@ def _take_up(
 
 
 def _learn(
-    agent: DistributionalPPO,
+    agent: Learner,
     config: RunConfig,
     run: RunFolder,
     store: CheckpointStore,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.envs.episodes import GROWTH_FLOOR, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.errors import ConfigError
@@ -26,7 +26,7 @@ class Validation:
     computer, each from a flat account: as many bars as a backtest, in a fraction of its time.
     """
 
-    def __init__(self, agent: DistributionalPPO, bars: Bars) -> None:
+    def __init__(self, agent: Learner, bars: Bars) -> None:
         if agent.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it has no validation bars")
         self.parts = [_Part(agent.spec, part) for part in separate(bars, agent.spec.accounts)]
@@ -38,7 +38,7 @@ class Validation:
         """Episodes that a score is made of."""
         return sum(len(part.starts) for part in self.parts)
 
-    def score(self, agent: DistributionalPPO) -> float | None:
+    def score(self, agent: Learner) -> float | None:
         """The growth; None where the part is shorter than an episode."""
         if not self.episodes:
             return None
@@ -59,7 +59,7 @@ class _Part:
         )
         self.starts = _one_after_the_other(possible.tolist(), spec.episode_length)
 
-    def growth(self, agent: DistributionalPPO) -> Tensor:
+    def growth(self, agent: Learner) -> Tensor:
         """Log-growth of each episode, [episodes]."""
         task = self.task
         state = task.begin(open_accounts(torch.tensor(self.starts), task.market.assets, task.market.dtype))

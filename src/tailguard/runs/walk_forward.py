@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.saving import load_agent
 from tailguard.config import RunConfig, to_dict, to_yaml
 from tailguard.console import say
 from tailguard.data.splits import Fold
@@ -78,7 +79,7 @@ def _trained(
     folder: Path,
     console: Console,
     ask: Callable[[str], bool],
-) -> DistributionalPPO:
+) -> Learner:
     """The agent of a fold: as it was finished, or trained to its end, from its newest checkpoint if it has one."""
     place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
     recover(place.agent_path)
@@ -97,9 +98,9 @@ def _trained(
     return agent
 
 
-def _finished(place: RunFolder) -> DistributionalPPO:
+def _finished(place: RunFolder) -> Learner:
     try:
-        agent = DistributionalPPO.load(place.agent_path)
+        agent: Learner = load_agent(place.agent_path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Remove {place.path} to train this fold again") from error
     _let_go(place)
