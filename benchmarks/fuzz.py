@@ -460,9 +460,7 @@ def main() -> None:
     print(f"\n{'kind':<10}{'cases':>8}{'accepted':>10}{'refused':>9}{'traceback':>11}{'hang':>6}")
     for kind in SIZES:
         cells = [counts[kind, outcome] for outcome in ("answered", "traceback", "hang")]
-        print(
-            f"{kind:<10}{sum(cells):>8}{taken[kind]:>10}{cells[0] - taken[kind]:>9}{cells[1]:>11}{cells[2]:>6}"
-        )
+        print(f"{kind:<10}{sum(cells):>8}{taken[kind]:>10}{cells[0] - taken[kind]:>9}{cells[1]:>11}{cells[2]:>6}")
     print(f"seed {arguments.seed}, {time.monotonic() - begun:.0f} s")
     sys.exit(0 if all(answer.outcome == "answered" for answer in answers) else 1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -72,6 +75,30 @@ def same_start() -> Iterator[None]:
     ]
     if changed:
         pytest.fail(f"the test leaves the process changed: {'; '.join(changed)}")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may look into."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def unprivileged() -> Callable[[Path], contextlib.AbstractContextManager[Callable[[], None]]]:
+    """Take the right to write in a folder away from this process; for root, rights count only as another user."""
+
+    @contextlib.contextmanager
+    def lock_out_of(folder: Path) -> Iterator[Callable[[], None]]:
+        user, mode = os.geteuid(), folder.stat().st_mode
+        try:
+            yield lambda: os.seteuid(65534) if user == 0 else folder.chmod(0o555)
+        finally:
+            os.seteuid(user)
+            folder.chmod(mode)
+
+    return lock_out_of
 
 
 @pytest.fixture(scope="session")

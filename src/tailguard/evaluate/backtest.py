@@ -206,11 +206,12 @@ def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
     seen = times[(times >= trained.first_ms) & (times <= trained.last_ms)]
     if not symbols or not len(seen):
         return
-    first, last = (np.datetime64(int(moment), "ms").astype("datetime64[m]").item() for moment in (seen.min(), seen.max()))
+    first, last = (np.datetime64(int(moment), "ms").item() for moment in (seen.min(), seen.max()))
+    share = 100 * len(seen) / len(times)
     warnings.warn(
-        f"in-sample: the agent was trained on {', '.join(symbols)} at {100 * len(seen) / len(times):.3g} % of the times "
-        f"of these bars, {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, "
-        "the figures say nothing about skill. Use later bars",
+        f"in-sample: the agent was trained on {', '.join(symbols)} at {share:.3g} % of the times of these bars, "
+        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the figures "
+        "say nothing about skill. Use later bars",
         BarsWarning,
         stacklevel=3,
     )
