@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
+import json
 import os
 import random
 import re
@@ -99,6 +102,42 @@ def unprivileged() -> Callable[[Path], contextlib.AbstractContextManager[Callabl
             folder.chmod(mode)
 
     return lock_out_of
+
+
+@pytest.fixture(scope="session")
+def forgeries() -> Callable[[Path, Any], Iterator[str]]:
+    """Write a value into every place of a manifest in turn, with a hash that fits, as a stranger would."""
+
+    def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        for key in content if isinstance(content, dict) else range(len(content)):
+            yield (*path, key)
+            if isinstance(content[key], dict | list):
+                yield from places(content[key], (*path, key))
+
+    def forge(manifest: Path, value: Any) -> Iterator[str]:
+        whole = json.loads(manifest.read_text())
+        del whole["sha256"]
+        for path in places(whole):
+            changed = copy.deepcopy(whole)
+            spot = changed
+            for key in path[:-1]:
+                spot = spot[key]
+            spot[path[-1]] = value
+            digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+            manifest.write_text(json.dumps(changed | {"sha256": digest}))
+            yield ".".join(map(str, path))
+
+    return forge
+
+
+ABSURD = [None, "x", 10**30]
+MORE_ABSURD = [[], {"a": 1}, True, 0, -1, 1.5, float("nan"), float("inf")]
+
+
+@pytest.fixture(params=[*ABSURD, *(pytest.param(value, marks=pytest.mark.slow) for value in MORE_ABSURD)], ids=repr)
+def absurd(request: pytest.FixtureRequest) -> Any:
+    """Null, text, an empty list, a table and numbers that hardly any place has."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
