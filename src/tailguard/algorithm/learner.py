@@ -97,7 +97,8 @@ class Learner(ABC):
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
-        seed = int(seed) if isinstance(seed, np.integer) else seed
+        given: object = seed
+        seed = int(given) if isinstance(given, np.integer) else seed
         check_count("seed", seed, low=-(2**63))
         check_range("seed", seed, high=2**63, high_open=True)
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
