@@ -4,21 +4,24 @@
     python benchmarks/fuzz.py --scale 0.05 --seed 7
 
 Four kinds: settings (400), CSV files (300), command lines (200) and hostile files (200: agents, checkpoints, prepared
-markets, Parquet, YAML; cut short, with flipped bits, or with manifests that were changed and sealed again). A case is
-answered when the command ends by itself with status 0, 1 or 2 and no traceback. Anything else is printed with what
-repeats it, and the exit status is 1.
+markets, Parquet, YAML; cut short, with flipped bits, links to a device, or with manifests that were changed and sealed
+again). A part of the settings and of the CSV files is unusual and legal, and is trained on for a moment. A case is
+answered when the command ends by itself with status 0 (accepted), 1 or 2 (refused in words) and no traceback. Anything
+else is printed with what repeats it, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import io
 import json
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -32,17 +35,20 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 SECONDS = 120
 """A case that takes longer hangs."""
+MEMORY = 8 * 2**30
+"""Bytes that a process may take; a case needs less than one GiB."""
 SIZES = {"settings": 400, "csv": 300, "commands": 200, "files": 200}
 TINY: dict[str, Any] = {
     "data": {"synthetic_bars": 1_200, "features": ["return_24"], "embargo": "1d"},
     "env": {"num_envs": 4, "episode_length": 16},
     "ppo": {"n_steps": 8, "minibatch_size": 16, "epochs": 1, "network": {"hidden": [4], "lstm_size": 4}},
+    "pathwise": {"n_steps": 8, "minibatch_size": 16, "critic_epochs": 1, "network": {"hidden": [4], "lstm_size": 4}},
     "training": {"total_timesteps": 32, "threads": 1},
 }
 ODD: list[Any] = [
@@ -65,6 +71,7 @@ ODD: list[Any] = [
     *("separate", "shared", "none", "quantile", "categorical", "scalar", "own", "adam", "adamw", "upgd", "upgdw"),
     *("off", "min", "mean", "portfolio", "per_symbol", "log", "simple", "pnl", "per_quantile", "mean_only", "skip"),
 ]
+SIZES_IN_WORDS = ["1h", "2d", "5d", "0.1", "0.3"]
 WORDS = [
     *("train", "config", "data", "check", "make", "prepare", "fetch", "report", "backtest", "compare", "demo", "bench"),
     *(
@@ -106,6 +113,8 @@ class Answer:
     number: int
     outcome: str
     what: str = ""
+    accepted: bool = False
+    """Whether the input was taken as good; else it was refused in words."""
 
 
 class Hang(BaseException):
@@ -131,26 +140,63 @@ def run(arguments: list[str], folder: Path) -> tuple[int, str]:
 
 
 def settings(draw: random.Random, place: Path, _: Path) -> list[list[str]]:
-    """Up to four settings with odd values, trained for a moment if they are legal."""
-    from tailguard.config import RunConfig, flat_settings, to_dict
+    """Up to six settings with legal or odd values, trained for a moment if they are legal."""
+    from tailguard.config import RunConfig
 
-    keys = [key for key, _ in flat_settings(to_dict(RunConfig()))]
-    chosen = yaml.safe_load(yaml.safe_dump(TINY))
-    for key in draw.sample(keys, draw.randint(1, 4)):
+    learner = draw.choice(["ppo", "pathwise"])
+    other = "ppo" if learner == "pathwise" else "pathwise"
+    # Settings of the learner that is not chosen are checked, and never used.
+    keys = [one for one in leaves(RunConfig()) if not one[0].startswith(other) or draw.random() < 0.1]
+    chosen = yaml.safe_load(yaml.safe_dump(TINY | {"learner": learner}))
+    odd = draw.choice([0.0, 0.0, 0.3, 1.0])
+    for key, hint, value in draw.sample(keys, draw.randint(1, 6)):
         spot = chosen
         *sections, last = key.split(".")
         for section in sections:
             spot = spot.setdefault(section, {})
-        spot[last] = draw.choice(ODD)
+        spot[last] = draw.choice(ODD) if draw.random() < odd else legal(draw, key, hint, value)
     if chosen["training"].get("total_timesteps") != 32:
         chosen["training"]["total_timesteps"] = draw.choice([32, "1e1", -1, None])  # never one of hours
     (place / "run.yaml").write_text(yaml.safe_dump(chosen))
     return [["train", "run.yaml", "--name", "x"]]
 
 
+def leaves(config: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """Name, type and default of every setting."""
+    found = []
+    hints = get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value, name = getattr(config, item.name), f"{path}{item.name}"
+        found += leaves(value, f"{name}.") if dataclasses.is_dataclass(value) else [(name, hints[item.name], value)]
+    return found
+
+
+def legal(draw: random.Random, key: str, hint: Any, value: Any) -> Any:
+    """A value of the setting's type that is most often inside its range, and cheap to train with."""
+    choices = [choice for one in (hint, *get_args(hint)) if get_origin(one) is Literal for choice in get_args(one)]
+    if key.endswith("runtime"):
+        return draw.choice(["auto", "eager"])  # others compile for minutes
+    if choices:
+        return draw.choice(choices)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return draw.choice([0, 1, 2, 3, 4, 8, 16, 24])
+    if isinstance(value, float):
+        schedules = ["linear:0.001:0", "cosine:0.01:0.001"] if str in get_args(hint) else []
+        return draw.choice([value * draw.choice([0.0, 0.1, 0.5, 2.0, 10.0]), draw.random(), 0.0, 1.0, *schedules])
+    if value is None:
+        return draw.choice([None, -0.04, -0.5, 0.0, 5, 0.1])
+    if isinstance(value, tuple):
+        return draw.choice([list(value), [], [3], [4, 2], ["return_24", "hour"], [-1.0, 1.0]])
+    return draw.choice([value, *SIZES_IN_WORDS])
+
+
 def csv(draw: random.Random, place: Path, made: Path) -> list[list[str]]:
     """Bars with damaged cells, rows and ends, checked and trained on."""
     lines = [line.split(",") for line in (made / "bars.csv").read_text().splitlines()]
+    if draw.random() < 0.4:
+        return unusual_csv(lines, draw, place)
     cells = ["", "nan", "-1", "0", "1e400", "x", '"', "2021-13-40", "1e-320", "∞", "9" * 40, "inf", "null", "[/b]"]
     for _ in range(draw.randint(1, 5)):
         row = draw.randrange(len(lines))
@@ -178,6 +224,40 @@ def csv(draw: random.Random, place: Path, made: Path) -> list[list[str]]:
     if draw.random() < 0.2:
         commands.append(["train", "run.yaml", "--data", "any.csv", "--name", "x"])
     return commands
+
+
+def unusual_csv(lines: list[list[str]], draw: random.Random, place: Path) -> list[list[str]]:
+    """Bars that may well be right: flat, without volume, of any scale, short, with gaps, in other columns."""
+    header, rows = lines[0], lines[1:]
+    prices = [header.index(name) for name in ("open", "high", "low", "close")]
+    volume = header.index("volume")
+    for _ in range(draw.randint(1, 3)):
+        kind = draw.choice(["scale", "flat", "quiet", "short", "gap", "column", "order", "jump"])
+        begin = draw.randrange(len(rows))
+        end = min(len(rows), begin + draw.choice([1, 10, 1_000]))
+        factor = draw.choice([1e-9, 1e-3, 0.5, 3.0, 1e6, 1e12])
+        if kind in ("scale", "jump"):
+            for row in rows if kind == "scale" else rows[begin:]:
+                for column in prices:
+                    row[column] = repr(float(row[column]) * factor)
+        elif kind in ("flat", "quiet"):
+            for row in rows[begin:end]:
+                for column in prices if kind == "flat" else [volume]:
+                    row[column] = rows[begin][prices[0]] if kind == "flat" else "0"
+        elif kind == "short":
+            del rows[draw.choice([1, 2, 30, len(rows) // 2]) :]
+        elif kind == "gap" and len(rows) > 20:
+            del rows[len(rows) // 3 : len(rows) // 3 + draw.choice([1, 5])]
+        elif kind == "column":
+            header.append(draw.choice(["sentiment", "funding_rate", "trades"]))
+            for row in rows:
+                row.append(draw.choice(["0", "0.0001", str(factor)]))
+        elif kind == "order":
+            rows.reverse()
+    (place / "any.csv").write_text("\n".join(",".join(line) for line in [header, *rows]))
+    settings = {"embargo": "1h", "features": ["return_1"], "gaps": draw.choice(["error", "split"])}
+    (place / "run.yaml").write_text(yaml.safe_dump(TINY | {"data": settings}))
+    return [["data", "check", "any.csv"], ["train", "run.yaml", "--data", "any.csv", "--name", "x"]]
 
 
 def commands(draw: random.Random, place: Path, made: Path) -> list[list[str]]:
@@ -276,9 +356,10 @@ def case(kind: str, number: int, seed: int, made: Path) -> Answer:
         raise Hang
 
     signal.signal(signal.SIGALRM, ring)
-    here, shown = os.getcwd(), ""
+    here, shown, status = os.getcwd(), "", 0
     with tempfile.TemporaryDirectory() as folder:
         signal.alarm(SECONDS)
+        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)  # where no signal is heard, the process ends
         try:
             for arguments in CASES[kind](draw, Path(folder), made):
                 shown = " ".join(arguments)
@@ -291,12 +372,15 @@ def case(kind: str, number: int, seed: int, made: Path) -> Answer:
             return Answer(kind, number, "traceback", f"{shown}\n{traceback.format_exc()[-1_500:]}")
         finally:
             signal.alarm(0)
+            faulthandler.cancel_dump_traceback_later()
             os.chdir(here)
-    return Answer(kind, number, "answered")
+    return Answer(kind, number, "answered", accepted=status == 0)
 
 
 def prepare_worker() -> None:
+    """A worker that tells where it dies, and that cannot take the machine's memory."""
     faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def answers_of(wanted: list[tuple[str, int]], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
@@ -306,13 +390,20 @@ def answers_of(wanted: list[tuple[str, int]], seed: int, made: Path, pool: Proce
         waiting = [pool.submit(case, kind, number, seed, made) for kind, number in wanted]
         with contextlib.suppress(BrokenProcessPool):
             for future in waiting:
-                found.append(future.result())
+                found.append(shown(future.result()))
     return found
 
 
 def alone(one: tuple[str, int], seed: int, made: Path, pool: ProcessPoolExecutor) -> list[Answer]:
     """The answer of a case in a process of its own, which may die of it."""
-    return answers_of([one], seed, made, pool) or [Answer(*one, "traceback", "the process died")]
+    return answers_of([one], seed, made, pool) or [shown(Answer(*one, "traceback", "the process died"))]
+
+
+def shown(answer: Answer) -> Answer:
+    """The answer, printed if it is none."""
+    if answer.outcome != "answered":
+        print(f"--- {answer.kind} {answer.number}: {answer.outcome}: {answer.what}", flush=True)
+    return answer
 
 
 def make_things(made: Path) -> None:
@@ -362,15 +453,14 @@ def main() -> None:
             done = answers_of(wanted, arguments.seed, made, pool(arguments.workers))
             if len(done) < len(wanted):  # a process died; alone, the case that killed it is known
                 done += alone(wanted[len(done)], arguments.seed, made, pool(1))
-            for bad in (answer for answer in done if answer.outcome != "answered"):
-                print(f"--- {bad.kind} {bad.number}: {bad.outcome}: {bad.what}", flush=True)
             answers += done
             wanted = wanted[len(done) :]
     counts = Counter((answer.kind, answer.outcome) for answer in answers)
-    print(f"\n{'kind':<10}{'cases':>8}{'answered':>10}{'traceback':>11}{'hang':>6}")
+    taken = Counter(answer.kind for answer in answers if answer.accepted)
+    print(f"\n{'kind':<10}{'cases':>8}{'accepted':>10}{'refused':>9}{'traceback':>11}{'hang':>6}")
     for kind in SIZES:
         cells = [counts[kind, outcome] for outcome in ("answered", "traceback", "hang")]
-        print(f"{kind:<10}{sum(cells):>8}{cells[0]:>10}{cells[1]:>11}{cells[2]:>6}")
+        print(f"{kind:<10}{sum(cells):>8}{taken[kind]:>10}{cells[0] - taken[kind]:>9}{cells[1]:>11}{cells[2]:>6}")
     print(f"seed {arguments.seed}, {time.monotonic() - begun:.0f} s")
     sys.exit(0 if all(answer.outcome == "answered" for answer in answers) else 1)
 

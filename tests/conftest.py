@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import hashlib
+import json
 import os
 import random
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -72,6 +78,66 @@ def same_start() -> Iterator[None]:
     ]
     if changed:
         pytest.fail(f"the test leaves the process changed: {'; '.join(changed)}")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user may look into."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def unprivileged() -> Callable[[Path], contextlib.AbstractContextManager[Callable[[], None]]]:
+    """Take the right to write in a folder away from this process; for root, rights count only as another user."""
+
+    @contextlib.contextmanager
+    def lock_out_of(folder: Path) -> Iterator[Callable[[], None]]:
+        user, mode = os.geteuid(), folder.stat().st_mode
+        try:
+            yield lambda: os.seteuid(65534) if user == 0 else folder.chmod(0o555)
+        finally:
+            os.seteuid(user)
+            folder.chmod(mode)
+
+    return lock_out_of
+
+
+@pytest.fixture(scope="session")
+def forgeries() -> Callable[[Path, Any], Iterator[str]]:
+    """Write a value into every place of a manifest in turn, with a hash that fits, as a stranger would."""
+
+    def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+        for key in content if isinstance(content, dict) else range(len(content)):
+            yield (*path, key)
+            if isinstance(content[key], dict | list):
+                yield from places(content[key], (*path, key))
+
+    def forge(manifest: Path, value: Any) -> Iterator[str]:
+        whole = json.loads(manifest.read_text())
+        del whole["sha256"]
+        for path in places(whole):
+            changed = copy.deepcopy(whole)
+            spot = changed
+            for key in path[:-1]:
+                spot = spot[key]
+            spot[path[-1]] = value
+            digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+            manifest.write_text(json.dumps(changed | {"sha256": digest}))
+            yield ".".join(map(str, path))
+
+    return forge
+
+
+ABSURD = [None, "x", 10**30]
+MORE_ABSURD = [[], {"a": 1}, True, 0, -1, 1.5, float("nan"), float("inf")]
+
+
+@pytest.fixture(params=[*ABSURD, *(pytest.param(value, marks=pytest.mark.slow) for value in MORE_ABSURD)], ids=repr)
+def absurd(request: pytest.FixtureRequest) -> Any:
+    """Null, text, an empty list, a table and numbers that hardly any place has."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import tailguard as tg
+from tailguard.cli import main
 from tailguard.config import RunConfig, to_dict
 
 
@@ -48,6 +51,46 @@ def test_a_mistake_is_one_message_and_status_2(tmp_path: Path, arguments: tuple[
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def in_this_process(*arguments: object) -> int:
+    """Exit status of the command, run in this process, so that it has this process's rights and limits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tailguard", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+    return int(stop.value.code or 0)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "feather"])
+def test_bars_for_a_read_only_folder_end_in_one_message(
+    open_folder: Path, unprivileged: Any, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    with unprivileged(open_folder) as lock_out:
+        lock_out()
+        assert in_this_process("data", "make", open_folder / f"bars.{suffix}", "--bars", 100) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(open_folder))
+    assert "Permission denied" in line or "cannot write there" in line
+    assert not list(open_folder.iterdir())
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "feather"])
+def test_bars_for_a_full_disk_end_in_one_message_and_leave_the_old_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    """The kernel refuses writes beyond a file size, as a full disk refuses them beyond its space."""
+    path = tmp_path / f"bars.{suffix}"
+    path.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
+    try:
+        assert in_this_process("data", "make", path, "--bars", 2_000) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File too large" in line
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [(path.name, "old")]
 
 
 def test_bars_made_checked_and_trained_on(tmp_path: Path) -> None:

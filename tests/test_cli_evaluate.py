@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,8 +21,9 @@ from typer.testing import CliRunner
 import tailguard as tg
 from tailguard import cli_evaluate
 from tailguard.cli import app as tailguard_app
+from tailguard.cli import main
 from tailguard.config import load_config
-from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.stress import scaled_costs
 from tailguard.runs.runner import train
@@ -73,6 +78,39 @@ def test_backtest_writes_what_the_python_call_gives(folder: Path, tmp_path: Path
     assert written["results"]["agent"]["growth_per_year"] == expected.metrics["growth_per_year"]
     assert written["results"]["flat"]["sharpe"] is None
     np.testing.assert_allclose(pl.read_csv(tmp_path / "b.csv")["equity"].to_numpy(), expected.equity[1:])
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv"])
+def test_a_read_only_folder_for_the_figures_is_one_message(
+    folder: Path, open_folder: Path, unprivileged: Any, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    for name in ("run", "bars.parquet"):
+        (shutil.copytree if name == "run" else shutil.copy)(folder.parent / name, open_folder / name)
+    place = open_folder / "out"
+    place.mkdir()
+    arguments = ["backtest", open_folder / "run", "--data", open_folder / "bars.parquet", option, place / "b.csv"]
+    with unprivileged(place) as lock_out, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tailguard", *map(str, arguments)])
+        lock_out()
+        with pytest.raises(SystemExit) as stop:
+            main()
+    assert stop.value.code in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(place))
+    assert "Permission denied" in line or "cannot write there" in line
+    assert not list(place.iterdir())
+
+
+def test_commands_warn_once_of_training_bars(folder: Path, tmp_path: Path) -> None:
+    """A run's own record of its bars says it; what `tg.backtest` knows would only say it again."""
+    copy = tmp_path / "copy.parquet"
+    shutil.copy(folder.parent / "bars.parquet", copy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BarsWarning)
+        assert run("backtest", folder, "--split", "train").count("IN-SAMPLE") == 1
+        assert run("backtest", folder, "--data", copy).count("IN-SAMPLE") == 1
+        run("report", folder, "--out", tmp_path / "report.html")
+        run("compare", folder, folder, "--out", tmp_path / "compare.html")
 
 
 def test_figures_alone_can_go_to_another_program(folder: Path) -> None:

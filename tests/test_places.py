@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tailguard.config import load_config
+from tailguard.config import RunConfig, edited_settings, load_config
 from tailguard.data.synthetic import make_market
 from tailguard.envs.mapped_market import open_market
-from tailguard.places import lock, new_folder, put_in_place, recover, write_synced
+from tailguard.errors import ConfigError
+from tailguard.evaluate.trials import Trial, read_trials, record_trial
+from tailguard.places import lock, new_folder, put_in_place, read_plain, recover, write_synced
+from tailguard.runs.folder import RunFolder
 from tailguard.runs.preparing import prepare_market
+from tailguard.runs.walk_forward import _read_plan
 from tailguard.sealed import read_sealed, write_sealed
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.rmdir", "os.remove", "os.listdir", "os.scandir"}
@@ -150,3 +154,34 @@ def test_a_prepared_market_survives_a_kill_while_it_is_replaced(tmp_path: Path) 
     market.verify()
     assert market.sha256 == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bars.parquet", "market"]
+
+
+def test_only_plain_files_are_read(tmp_path: Path) -> None:
+    """A link to a device without an end would take all memory; a pipe that nobody writes to would wait for ever."""
+    (tmp_path / "plain").write_bytes(b"\x00abc")
+    (tmp_path / "link").symlink_to("plain")
+    assert read_plain(tmp_path / "plain") == read_plain(tmp_path / "link") == b"\x00abc"
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("endless", "pipe"):
+        with pytest.raises(OSError, match="not a plain file"):
+            read_plain(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_plain(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo], ids=["device", "pipe"])
+def test_a_run_refuses_files_without_an_end(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    readers = {
+        "trials.jsonl": read_trials,
+        "settings.json": lambda path: edited_settings(path.with_name("config.yaml"), RunConfig()),
+        "walk_forward.json": _read_plan,
+        "metrics.jsonl": lambda path: RunFolder(path.parent).cut_metrics(0),
+    }
+    for name, read in readers.items():
+        make(tmp_path / name)
+        with pytest.raises((ConfigError, OSError), match="not a plain file"):
+            read(tmp_path / name)
+    if make is os.mkfifo:  # a link is refused before it is opened
+        with pytest.raises(OSError, match="not a plain file"):
+            record_trial(tmp_path / "trials.jsonl", Trial("a" * 64, "b" * 64, "run", 1.0))

@@ -26,6 +26,7 @@ from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
+from tailguard.places import read_plain
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -225,7 +226,7 @@ def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
         return {}
     way_out = f"If {path.name} is as it was when the run began, remove {seal} and go on"
     try:
-        found = json.loads(seal.read_bytes())
+        found = json.loads(read_plain(seal))
         begun, stated = found["settings"], found["sha256"]
         is_whole = isinstance(begun, dict) and stated == _digest(begun)
     except OSError as error:

@@ -143,6 +143,21 @@ def _held(folder: Path) -> Iterator[None]:
         yield
 
 
+def read_plain(path: Path) -> bytes:
+    """The bytes of a plain file. Raises OSError for a pipe or a device, which may have no end, even behind a link."""
+    # A pipe that nobody writes to would block the opening.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        check_plain(descriptor, path)
+        return file.read()
+
+
+def check_plain(descriptor: int, path: Path) -> None:
+    """Raise OSError unless the open file is a plain one."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, "not a plain file", str(path))
+
+
 def replace_synced(path: Path, data: bytes) -> None:
     """Replace a file atomically."""
     partial = _beside(path, "partial")

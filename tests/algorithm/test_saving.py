@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.saving import PARTS, capture, restore
 from tailguard.data.bars import Bars
+from tailguard.envs.shield import Shield
 from tailguard.envs.tasks import RecallEnv
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
+from tailguard.evaluate.backtest import backtest
 from tailguard.optim.config import VGSConfig
+from tailguard.risk.config import RiskConfig
 from tailguard.sealed import flat_tensors, read_sealed, write_sealed
 
 MODES: list[dict[str, Any]] = [
@@ -174,6 +178,30 @@ def test_an_agent_is_two_tensor_files_and_a_manifest(make_learner: Any, tmp_path
     header = (tmp_path / "weights.safetensors").read_bytes()
     weights = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
     assert set(weights) - {"__metadata__"} == set(learner.agent.state_dict())
+
+
+def test_any_value_in_any_place_of_a_manifest_is_refused_or_can_be_traded_with(
+    bars: Bars, tmp_path: Path, forgeries: Any, absurd: Any
+) -> None:
+    env = TradingEnv(bars, num_envs=2, episode_length=16, features=["return_4"], shield=Shield(0.1, 0.05))
+    options: dict[str, Any] = {"n_steps": 8, "hidden": (2,), "lstm_size": 2, "quantiles": 2}
+    DistributionalPPO(env, **options, risk=RiskConfig(limit=-0.04)).save(tmp_path)
+    few = replace(bars, frame=bars.frame.head(12))
+    refused = 0
+    for place in forgeries(tmp_path / "manifest.json", absurd):
+        try:
+            backtest(DistributionalPPO.load(tmp_path), few, warn_in_sample=False)
+        except TailguardError:
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{absurd!r} as {place}") from error
+    assert refused > 30
+
+
+@pytest.mark.parametrize("seed", [None, "1", 1.5, True, 2**63])
+def test_a_seed_that_is_none_is_refused_by_name(make_learner: Any, seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed: "):
+        make_learner(seed=seed)
 
 
 def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp_path: Path) -> None:

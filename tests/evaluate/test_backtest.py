@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ import torch
 import tailguard as tg
 from tailguard.envs.shield import Shield
 from tailguard.envs.spec import TradingSpec, task_for
-from tailguard.errors import BarsError, ConfigError, TailguardError
+from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import HOLD, Moment
 from tailguard.market import MarketConfig, build_market, open_accounts, step
 
@@ -285,3 +286,50 @@ def test_an_agent_is_short_in_a_notebook(agent) -> None:
         assert "LSTM 16 × 1" in shown
         assert "128" in shown
         assert len(shown) < 1_000
+
+
+# --- bars that the agent was trained on -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def split(bars):
+    return tg.split_bars(bars, validation=0.2, test=0.2, embargo="1d")
+
+
+@pytest.fixture(scope="module")
+def careful(split) -> tg.DistributionalPPO:
+    """Trained on the training part alone."""
+    env = tg.TradingEnv(split.train, num_envs=4, episode_length=32, features=["return_4"])
+    return tg.DistributionalPPO(env, n_steps=16, hidden=(4,), lstm_size=4, quantiles=4, seed=1)
+
+
+def test_a_backtest_on_training_bars_warns_with_their_share_and_dates(bars, split, careful) -> None:
+    times = bars.frame["time"]
+    seen = times.filter(times.is_in(split.train.frame["time"].to_list()))
+    share = f"{100 * len(seen) / len(times):.3g} % of the times"
+    dates = f"{seen.min():%Y-%m-%d %H:%M} to {seen.max():%Y-%m-%d %H:%M}"
+    with pytest.warns(BarsWarning, match=f"in-sample: .*SYN01 at {share} of these bars, {dates}") as caught:
+        warned = tg.backtest(careful, bars)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BarsWarning)
+        quiet = tg.backtest(careful, bars, warn_in_sample=False)
+    np.testing.assert_array_equal(warned.equity, quiet.equity)
+
+
+def test_a_backtest_on_other_bars_does_not_warn(bars, split, careful, tmp_path) -> None:
+    """Later bars, though their lead-in is older; another symbol; a rule; an agent that does not know its bars."""
+    other = replace(bars, frame=bars.frame.with_columns(symbol=pl.lit("OTHER")))
+    older = Deaf(replace(careful.spec, training_bars=None))
+    careful.save(tmp_path / "agent")
+    loaded = tg.DistributionalPPO.load(tmp_path / "agent")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BarsWarning)
+        for part in (split.validation, split.test):
+            tg.backtest(loaded, part)
+        tg.backtest(careful, other)
+        tg.backtest(np.ones((len(bars), 1)), bars)
+        tg.backtest(older, bars)
+    with pytest.warns(BarsWarning, match="in-sample"):
+        tg.backtest(loaded, split.train)

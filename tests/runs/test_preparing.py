@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -168,6 +169,29 @@ def test_a_strangers_manifest_cannot_reach_outside(prepared: Path) -> None:
     forged(prepared, name_outside)
     with pytest.raises(BarsError, match="outside the folder"):
         open_market(prepared)
+
+
+def test_any_value_in_any_place_of_a_manifest_is_refused_or_can_be_traded(
+    files: Path, tmp_path: Path, forgeries: Any, absurd: Any
+) -> None:
+    config = settings(f"data.path={files / 'short.parquet'}", "data.features=[return_4]")
+    prepare_market(config, tmp_path / "market")
+    refused = 0
+    for place in forgeries(tmp_path / "market" / "market.json", absurd):
+        try:
+            market = open_market(tmp_path / "market")
+            env = tg.TradingEnv(market, num_envs=2, episode_length=8)
+            env.reset()
+            env.step(torch.zeros(2, 1))
+            split_of(config, market)
+            assert len(market) > 0
+            assert len(market.test) > 0
+            market.verify()
+        except (BarsError, ConfigError):
+            refused += 1
+        except Exception as error:
+            raise AssertionError(f"{absurd!r} as {place}") from error
+    assert refused > 100
 
 
 def test_a_strangers_shapes_cannot_reach_beyond_an_array(prepared: Path) -> None:

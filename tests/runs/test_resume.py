@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -240,27 +239,8 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
     assert lines_of(folder) == lines_of(whole)
 
 
-@pytest.fixture
-def open_folder() -> Iterator[Path]:
-    """A folder that every user may look into."""
-    with tempfile.TemporaryDirectory() as name:
-        os.chmod(name, 0o755)
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def unprivileged(folder: Path) -> Iterator[Callable[[], None]]:
-    """Take the right to write in the folder away from this process; for root, rights count only as another user."""
-    user, mode = os.geteuid(), folder.stat().st_mode
-    try:
-        yield lambda: os.seteuid(65534) if user == 0 else folder.chmod(0o555)
-    finally:
-        os.seteuid(user)
-        folder.chmod(mode)
-
-
 def test_a_folder_that_becomes_read_only_ends_the_run_with_the_last_checkpoint_intact(
-    open_folder: Path, whole: Path, small_config: Any, quiet: Console, lines_of: Any
+    open_folder: Path, unprivileged: Any, whole: Path, small_config: Any, quiet: Console, lines_of: Any
 ) -> None:
     folder = open_folder / "run"
     folder.mkdir()
@@ -275,7 +255,9 @@ def test_a_folder_that_becomes_read_only_ends_the_run_with_the_last_checkpoint_i
     assert lines_of(folder) == lines_of(whole)
 
 
-def test_a_read_only_folder_is_an_error_before_any_work(open_folder: Path, small_config: Any, quiet: Console) -> None:
+def test_a_read_only_folder_is_an_error_before_any_work(
+    open_folder: Path, unprivileged: Any, small_config: Any, quiet: Console
+) -> None:
     with unprivileged(open_folder) as lock_out:
         lock_out()
         with pytest.raises(ConfigError, match="run: cannot write there: Permission denied"):

@@ -51,7 +51,7 @@ from tailguard.monitor.progress import Progress
 from tailguard.monitor.summary import html_table, learner_facts, one_line
 from tailguard.returns import RunningMoments
 from tailguard.risk.config import RiskConfig
-from tailguard.validate import check_count
+from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
@@ -97,6 +97,10 @@ class Learner(ABC):
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
+        given: object = seed
+        seed = int(given) if isinstance(given, np.integer) else seed
+        check_count("seed", seed, low=-(2**63))
+        check_range("seed", seed, high=2**63, high_open=True)
         self.env: VectorEnv = as_vector_env(env, num_envs, device)
         self.config = config
         self.inputs = policy_inputs(self.env)

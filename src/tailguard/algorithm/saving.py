@@ -87,7 +87,7 @@ def load_agent(
             risk=None if about["risk"] is None else RiskConfig.from_dict(about["risk"]),
             **options,
         )
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{folder}: not the description of an agent: {error!r}") from error
     if env is None:
         agent.inputs = inputs
@@ -377,7 +377,8 @@ def _describe_space(space: ActionSpace) -> dict[str, Any]:
 def _read_space(description: dict[str, Any]) -> ActionSpace:
     if "sizes" in description:
         return Discrete(tuple(description["sizes"]))
-    return Box(torch.tensor(description["low"]), torch.tensor(description["high"]))
+    low, high = ([float(bound) for bound in description[name]] for name in ("low", "high"))
+    return Box(torch.tensor(low), torch.tensor(high))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -104,7 +104,7 @@ def verify_array(path: Path, entry: Mapping[str, Any]) -> None:
 def _described(path: Path, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Validated shape and type of an entry."""
     shape, dtype, digests = entry.get("shape"), entry.get("dtype"), entry.get("sha256")
-    is_shape = isinstance(shape, list) and all(isinstance(size, int) and 0 <= size < 2**48 for size in shape)
+    is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**48 for size in shape)
     is_hashed = isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests)
     if not is_shape or dtype not in DTYPES or not is_hashed or set(entry) != {"shape", "dtype", "sha256"}:
         raise BarsError(f"{path}: its entry in the manifest was not written by Tailguard")

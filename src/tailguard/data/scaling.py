@@ -133,6 +133,8 @@ class Scaler:
         expected = {"names", "definitions", "center", "scale", "clip"}
         if set(data) != expected:
             raise ConfigError(f"scaler: keys {sorted(data)} must be {sorted(expected)}")
+        if not all(isinstance(text, str) for text in (*data["names"], *data["definitions"])):
+            raise ConfigError("scaler: names and definitions must be texts")
         return cls(
             names=tuple(data["names"]),
             definitions=tuple(data["definitions"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_frame(frame: pl.DataFrame, path: Path) -> None:
-    """Write a frame in the format of the path's suffix; the file is replaced atomically."""
+    """Write a frame in the format of the path's suffix; the file is replaced atomically.
+
+    Raises OSError if the disk refuses it.
+    """
     check_writable(path)
     # The process id keeps two writers apart; a leftover of a killed one is never read.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -36,6 +40,8 @@ def write_frame(frame: pl.DataFrame, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except pl.exceptions.PolarsError as error:  # how Polars reports a full disk
+        raise OSError(errno.EIO, f"cannot be written: {error}", str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)

@@ -285,17 +285,22 @@ def _check_described(where: Path, manifest: Mapping[str, Any]) -> None:
 
     ends = ("start", "first", "stop", "last")
     moments = [("about", "parts", part, end) for part in get_args(PartName) for end in ends]
-    numbers = [*moments, ("about", "frequency_ms"), ("about", "bars", "rows")]
+    sizes = [("about", "frequency_ms"), ("about", "bars", "rows")]
     wrong: list[tuple[str, ...]] = [
-        path for path in numbers if type(at(*path)) is not int or abs(at(*path)) > LATEST_MS
+        path for path in (*moments, *sizes) if type(at(*path)) is not int or abs(at(*path)) > LATEST_MS
     ]
+    wrong += [path for path in sizes if path not in wrong and at(*path) < 1]
     tables = [("about", name) for name in ("settings", "market", "scaler", "hashes")]
     files = [("files", place) for place in (BARS, TRAIN)]
     entries = [(*path, name) for path in files for name in (at(*path) if isinstance(at(*path), dict) else ())]
     wrong += [path for path in (*tables, *files, *entries) if not isinstance(at(*path), dict)]
     symbols = at("about", "symbols")
-    if not isinstance(symbols, list) or not all(isinstance(symbol, str) for symbol in symbols):
+    if not isinstance(symbols, list) or not symbols or not all(isinstance(symbol, str) for symbol in symbols):
         wrong.append(("about", "symbols"))
+    if not wrong:  # each part has bars, and its lead-in is before them
+        parts = [("about", "parts", part) for part in get_args(PartName)]
+        wrong += [path for path in parts if not at(*path, "start") <= at(*path, "first") <= at(*path, "last")]
+        wrong += [path for path in parts if not at(*path, "last") < at(*path, "stop")]
     if wrong:
         path = wrong[0]
         raise BarsError(f"{where}: not the description of a market: {'.'.join(path)} is {str(at(*path))[:80]!r}")

@@ -10,16 +10,44 @@ import torch
 from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
-from tailguard.data.prepare import prepare
+from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import Reward, TradingTask
+from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError
 from tailguard.market import MarketConfig, build_market
+from tailguard.validate import check_count
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars
+
+
+@dataclass(frozen=True)
+class TrainingBars:
+    """Which bars an environment trades: symbols, and open times in milliseconds of the first and the last of them."""
+
+    symbols: tuple[str, ...]
+    first_ms: int
+    last_ms: int
+
+    @classmethod
+    def of(cls, prepared: PreparedBars) -> TrainingBars:
+        if isinstance(prepared, MappedBars):  # its times are on disk, and need not be read
+            first, last = (round(moment.timestamp() * 1000) for moment in prepared.period)
+        else:
+            times = prepared.panel.time[prepared.panel.tradeable]
+            first, last = int(times.min()), int(times.max())
+        return cls(prepared.panel.symbols, first, last)
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> TrainingBars:
+        symbols, times = state["symbols"], (state["first_ms"], state["last_ms"])
+        texts = isinstance(symbols, list | tuple) and all(isinstance(symbol, str) for symbol in symbols)
+        if not texts or any(type(moment) is not int for moment in times):
+            raise TypeError(f"not the training bars' symbols and times: {state}")
+        return cls(tuple(symbols), *times)
 
 
 @dataclass(frozen=True)
@@ -33,6 +61,8 @@ class TradingSpec:
     reward: Reward
     frequency_ms: int
     shield: Shield | None = None
+    training_bars: TrainingBars | None = None
+    """None: not known, as for agents that were saved before it was kept."""
 
     @classmethod
     def of(cls, env: TradingEnv) -> TradingSpec:
@@ -44,6 +74,7 @@ class TradingSpec:
             reward=env.task.reward,
             frequency_ms=env.prepared.panel.frequency_ms,
             shield=env.task.shield,
+            training_bars=TrainingBars.of(env.prepared),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,6 +87,7 @@ class TradingSpec:
             "reward": self.reward,
             "frequency_ms": self.frequency_ms,
             "shield": None if self.shield is None else asdict(self.shield),
+            "training_bars": None if self.training_bars is None else asdict(self.training_bars),
         }
 
     def check_fits(self, panel: Panel) -> None:
@@ -73,9 +105,13 @@ class TradingSpec:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> TradingSpec:
+        check_count("frequency_ms", state["frequency_ms"])
+        check_count("episode_length", state["episode_length"])
         shield = None if state["shield"] is None else Shield(**state["shield"])
         scaler, market = Scaler.from_dict(state["scaler"]), MarketConfig(**state["market"])
-        return cls(**{**state, "scaler": scaler, "market": market, "shield": shield})
+        seen = state.get("training_bars")
+        bars = None if seen is None else TrainingBars.from_dict(seen)
+        return cls(**{**state, "scaler": scaler, "market": market, "shield": shield, "training_bars": bars})
 
 
 def task_for(

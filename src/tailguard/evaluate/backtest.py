@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tailguard.data.panel import Panel
 from tailguard.envs.episodes import TradingTask
-from tailguard.errors import BarsError, ConfigError
+from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Policy
 from tailguard.evaluate.deciders import AgentDecider, ArrayDecider, Decider, FunctionDecider, Window, check_target
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import polars
 
     from tailguard.data.bars import Bars
-    from tailguard.envs.spec import TradingSpec
+    from tailguard.envs.spec import TradingSpec, TrainingBars
 
 Float = NDArray[np.float64]
 
@@ -156,6 +157,7 @@ def backtest(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     progress_bar: bool = True,
+    warn_in_sample: bool = True,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -167,6 +169,7 @@ def backtest(
     `noise`: normal noise on each feature an agent sees, in standard deviations of that feature over these bars, drawn
     from `seed`. Its weights and account inputs stay exact.
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
+    `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
 
     An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
     whenever it ends, while the account continues. Before each gap in the bars all positions are closed. A
@@ -180,6 +183,8 @@ def backtest(
         if policy.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it cannot be backtested on bars")
         task, usable, panel = task_for(policy.spec, bars, config, dtype)
+        if warn_in_sample and policy.spec.training_bars is not None:
+            _warn_in_sample(policy.spec.training_bars, panel)
         if noise:
             task = replace(task, features=_perturbed(task.features, usable, noise, policy.spec.scaler.clip, seed))
         decide: Decider = AgentDecider(_step_policy(policy), task, panel)
@@ -192,6 +197,24 @@ def backtest(
         task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
         decide = FunctionDecider(policy, panel) if callable(policy) else ArrayDecider(policy, panel)
     return _run(task, decide, panel, usable, delay, progress_bar)
+
+
+def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
+    """Warn where these bars have symbols and times that the agent was trained on; names and times are all it knows."""
+    symbols = [symbol for symbol in panel.symbols if symbol in trained.symbols]
+    times = panel.time[panel.tradeable]
+    seen = times[(times >= trained.first_ms) & (times <= trained.last_ms)]
+    if not symbols or not len(seen):
+        return
+    first, last = (np.datetime64(int(moment), "ms").item() for moment in (seen.min(), seen.max()))
+    share = 100 * len(seen) / len(times)
+    warnings.warn(
+        f"in-sample: the agent was trained on {', '.join(symbols)} at {share:.3g} % of the times of these bars, "
+        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the figures "
+        "say nothing about skill. Use later bars",
+        BarsWarning,
+        stacklevel=3,
+    )
 
 
 def _step_policy(agent: Agent) -> StepPolicy:

@@ -254,8 +254,8 @@ def agent_and_baselines(
     """
     parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
 
-    # The bar of the whole work shows its progress.
-    trade_bars = partial(backtest, progress_bar=False)
+    # The bar of the whole work shows its progress, and `overlap` tells more exactly what a run has seen.
+    trade_bars = partial(backtest, progress_bar=False, warn_in_sample=False)
 
     def each(trade: Callable[[Bars, int], BacktestResult]) -> list[BacktestResult]:
         return [trade(part, number) for number, part in enumerate(parts)]

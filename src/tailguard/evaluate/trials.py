@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tailguard.config import RunConfig, to_dict
 from tailguard.errors import ConfigError
-from tailguard.places import lock
+from tailguard.places import check_plain, lock, read_plain
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -102,6 +102,7 @@ def record_trial(path: Path, trial: Trial) -> bool:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
+        check_plain(descriptor, path)
         lock(descriptor, wait=True)
         there = _read_all(descriptor)
         known, _ = _parse(there.splitlines())
@@ -118,7 +119,7 @@ def record_trial(path: Path, trial: Trial) -> bool:
 def read_trials(path: Path) -> tuple[list[Trial], list[int]]:
     """The trials in the order in which they were made, and the numbers of lines that cannot be read."""
     try:
-        return _parse(path.read_bytes().splitlines())
+        return _parse(read_plain(path).splitlines())
     except FileNotFoundError:
         return [], []
     except OSError as error:

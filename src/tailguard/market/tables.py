@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -163,7 +164,7 @@ class TableStream:
     def check_volume(self) -> None:
         """Raise if an asset has no volume although orders are limited or priced by it."""
         silent = np.flatnonzero(~self._traded)
-        if silent.size and (self._config.impact > 0 or np.isfinite(self._config.participation)):
+        if silent.size and (self._config.impact > 0 or math.isfinite(self._config.participation)):
             names = ", ".join(self._symbols[asset] for asset in silent)
             raise BarsError(
                 f"{names}: volume is 0 in every bar, so no order would ever fill. "
@@ -184,7 +185,7 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
     sigma_day, notional_day, sums = _trailing_day(panel, config.volatility_halflife, first, sums)
     traded_before = notional_day > 0
     impact = config.impact * sigma_day * np.sqrt(config.capital / np.where(traded_before, notional_day, np.inf))
-    if np.isinf(config.participation):
+    if math.isinf(config.participation):
         capacity = np.full_like(panel.open, np.inf)
     else:
         capacity = config.participation * panel.volume * panel.open / config.capital

@@ -89,6 +89,9 @@ class NetworkConfig:
         check_range("network.lstm_layers", self.lstm_layers, high=2)
         check_count("network.quantiles", self.quantiles, low=2)
         check_count("network.atoms", self.atoms, low=2)
+        for name, pair in (("support", self.support), ("log_std_bounds", self.log_std_bounds)):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ConfigError(f"network.{name}: {pair!r} is not a lower and an upper bound")
         check_range("network.support", self.support[1], low=self.support[0], low_open=True)
         low, high = self.log_std_bounds
         check_range("network.log_std_init", self.log_std_init, low=low, high=high, low_open=True, high_open=True)

@@ -23,8 +23,8 @@ DEMO_SETTINGS = (
     "risk.alpha=0.2",
     "training.total_timesteps=300000",
 )
-"""Few features and a small network: the market is small, and the policy must generalise to unseen bars. The rest are the
-defaults of gradients through the market, with windows of a day. They were fixed on seeds 10 to 12.
+"""Few features and a small network: the market is small, and the policy must generalise to unseen bars. The rest are
+the defaults of gradients through the market, with windows of a day. They were fixed on seeds 10 to 12.
 
 The budget: the worst fifth of weeks may lose a tenth on average. A test year has ten such weeks, and their mean is
 known to some 5 % of equity: a tighter limit, or the worst twentieth, could not be verified within a year."""

@@ -22,7 +22,7 @@ from tailguard.config import (
     to_yaml,
 )
 from tailguard.errors import ConfigError
-from tailguard.places import lock, recover, replace_synced
+from tailguard.places import lock, read_plain, recover, replace_synced
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
 
 CONFIG = "config.yaml"
@@ -132,7 +132,7 @@ class RunFolder:
     def cut_metrics(self, step: int) -> tuple[int, int]:
         """Keep the lines up to this step; the resumed run writes the later ones again. Returns (kept, dropped)."""
         kept, dropped = [], 0
-        for line in self.metrics_path.read_bytes().splitlines(keepends=True) if self.metrics_path.exists() else []:
+        for line in read_plain(self.metrics_path).splitlines(keepends=True) if self.metrics_path.exists() else []:
             if _step_of(line) <= step:
                 kept.append(line)
             else:

@@ -26,7 +26,7 @@ from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.trained import build_agent
 from tailguard.evaluate.trials import Trial, bars_hash, count_trials, record_trial, settings_hash, trials_path
 from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
-from tailguard.places import recover, replace_synced
+from tailguard.places import read_plain, recover, replace_synced
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
 from tailguard.runs.folder import LOCK, PLAN, RunFolder
 from tailguard.runs.training import prepare_device, train_to_the_end
@@ -168,7 +168,7 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
 
 def _read_plan(path: Path) -> dict[str, Any]:
     try:
-        begun = json.loads(path.read_bytes())
+        begun = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
         begun, reason = None, f": {error}"
     else:
