@@ -197,7 +197,7 @@ def compare(
 
 
 def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, ask: Callable[[str], bool]) -> None:
-    """Train and test fold by fold, show the result and write its page; the same call goes on where one was stopped."""
+    """Train and test fold by fold, show the result and write its page; the same call resumes an interrupted one."""
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
     from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page

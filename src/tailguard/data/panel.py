@@ -17,7 +17,7 @@ class Panel:
 
     Rows with the same `segment` follow each other without a gap; an episode never crosses a segment's end. Several
     symbols traded in separate accounts are one asset wide (`A == 1`), their rows one after the other, each symbol in
-    segments of its own.
+    its own segments.
     """
 
     time: NDArray[np.int64]

@@ -235,7 +235,7 @@ def _least_memory(path: Path) -> float:
 
 
 def _cell(dtype: pl.DataType) -> int:
-    """Bytes of a value in memory, at the least."""
+    """Minimum bytes of a value in memory."""
     sizes: dict[type[pl.DataType], int] = {pl.Boolean: 0, pl.Null: 0, pl.Int8: 1, pl.UInt8: 1, pl.Int16: 2}
     sizes |= {pl.UInt16: 2, pl.Int32: 4, pl.UInt32: 4, pl.Float32: 4, pl.Date: 4, pl.Categorical: 4}
     return sizes.get(dtype.base_type(), 8)

@@ -65,7 +65,7 @@ def feature(
 ) -> Callable[[Build], Build]:
     """Register a function that returns a Polars expression as the feature `name`.
 
-    The expression is evaluated on each gap-free stretch of each symbol by itself, so it needs no `.over(...)`, and no
+    The expression is evaluated separately on each gap-free stretch of each symbol, so it needs no `.over(...)`, and no
     window of it reaches across a gap. Bar t is known when it has closed: all of its columns may be read, nothing later.
 
     Args:

@@ -149,7 +149,7 @@ class TradingGymEnv(gymnasium.Env[Array, Array]):
         return self.line if self.render_mode == "ansi" else None
 
     def _line(self, state: EpisodeState, steps: int, info: dict[str, Any]) -> str:
-        """The account `steps` bars after `state`; a step that ends an episode has already begun the next one."""
+        """The account `steps` bars after `state`; a step that ends an episode has already started the next one."""
         panel, row = self.env.prepared.panel, int(state.market.row[0]) + steps
         time = datetime.fromtimestamp(float(panel.time[row]) / 1000, UTC)
         weights = np.atleast_1d(info.get("weights", np.zeros(self.env.task.market.assets)))

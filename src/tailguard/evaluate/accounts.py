@@ -17,7 +17,7 @@ Float = NDArray[np.float64]
 
 
 def separate(bars: Bars, accounts: Accounts) -> list[Bars]:
-    """The bars of each account: all symbols together, or every symbol by itself."""
+    """The bars of each account: all symbols together, or one account per symbol."""
     if accounts == "portfolio" or len(bars.symbols) == 1:
         return [bars]
     return [bars.select(symbol) for symbol in bars.symbols]

@@ -14,7 +14,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 
 def is_narrow(precision: Precision, device: torch.device) -> bool:
-    """Whether trunks compute in bfloat16: `auto` says so on a GPU."""
+    """Whether trunks compute in bfloat16; with `auto` they do on a GPU."""
     return precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
 
 

@@ -88,7 +88,7 @@ class _Recurrence(torch.autograd.Function):
 def _forward(
     gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, cells, and if asked for (else empty) the gates after their non-linearities, [T, N, 4H]."""
+    """Hidden states, cells, and, if requested (else empty), the gates after their non-linearities, [T, N, 4H]."""
     if KERNELS is not None and gates.is_cuda:
         return cast(_Three, KERNELS.forward(gates, weight, h, c, episode_start, keep))
     hidden, cells, active = [], [], []

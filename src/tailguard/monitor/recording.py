@@ -30,7 +30,7 @@ class FigureWriter(Callback, ABC):
 
     @abstractmethod
     def write(self, figures: Mapping[str, float], step: int) -> None:
-        """Take an iteration's figures; they may not be finite."""
+        """Record an iteration's metrics; they may not be finite."""
 
     def add(self, figures: Mapping[str, float], step: int) -> None:
         """Take figures that joined after `write`, of the same step."""

@@ -35,7 +35,7 @@ class TensorBoardWriter(FigureWriter):
     `histogram_every`: iterations between two histograms of the actions and of each weight.
 
     A folder that holds curves already is gone on with: what they say beyond the agent's step is taken as never written,
-    so that a run that goes on from a checkpoint leaves one curve, not two on top of each other.
+    so a run that resumes from a checkpoint has one curve, not two overlaid ones.
     """
 
     def __init__(self, folder: Path, histogram_every: int = 10) -> None:

@@ -22,7 +22,7 @@ class MLflowWriter(FigureWriter):
     """One run in MLflow: the learner's settings as parameters, the figures as metrics, alarms as tags.
 
     `run_name`, `experiment`: what it is called. `tracking_uri`: the server or folder; MLflow's own setting by default.
-    `run_id`: an earlier run to go on with.
+    `run_id`: an earlier run to continue.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class WandbWriter(FigureWriter):
     """One run in Weights & Biases: the learner's settings, the figures, alarms as alerts.
 
     `project`: where it belongs. `options`: further arguments of `wandb.init`, like `name`, `mode="offline"`, `dir`, or
-    `id` with `resume="allow"` to go on with an earlier run.
+    `id` with `resume="allow"` to continue an earlier run.
     """
 
     def __init__(self, project: str = "tailguard", **options: Any) -> None:
@@ -76,7 +76,7 @@ class WandbWriter(FigureWriter):
     def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
         super().on_training_start(locals_, globals_)
         self.run = self.wandb.init(project=self.project, config=asdict(self.model.config), **self.options)
-        # Its own counter may only grow, and a run that goes on from a checkpoint steps back.
+        # Its own counter may only grow, and a run that resumes from a checkpoint steps back.
         self.run.define_metric("*", step_metric=STEP)
 
     def write(self, figures: Mapping[str, float], step: int) -> None:

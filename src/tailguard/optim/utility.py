@@ -206,7 +206,7 @@ class UtilityOptimizer(Optimizer, ABC):
         torch._foreach_addcmul_(utilities, bucket.gradients, bucket.parameters, value=beta - 1)
 
     def _gates(self, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-        """A gate for every weight, [P] a bucket; the extremes are those of all buckets together."""
+        """A gate for every weight, [P] per bucket; the extremes are those of all buckets together."""
         if not buckets:
             return
         corrections = [bucket.bias_correction(bucket.group["beta_utility"]) for bucket in buckets]

@@ -6,7 +6,7 @@
 
   const isDark = () => document.documentElement.dataset.theme === "dark";
 
-  // The palette's dark colours, which sink into a dark page, and what stands for them there.
+  // Dark colours of the palette, which are hard to see on a dark page, and their replacements.
   const BRIGHTER = [
     [/#0072B2/gi, "#4DB1F0"], [/#009E73/gi, "#2FD0A0"], [/#D55E00/gi, "#FF8A4C"], [/#CC79A7/gi, "#EBA5CB"],
     [/#8A8A8A/gi, "#B9C0C7"], [/#56B4E9/gi, "#9ADCFF"], [/#E69F00/gi, "#FFBF40"],
@@ -98,7 +98,7 @@
   const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
   setTheme(remembered() || (prefersDark.matches ? "dark" : "light"));
   again(false).then(() => {
-    // For whoever waits for the charts, and for a picture of the whole page.
+    // Signals that the charts are drawn, and gives the height for a full screenshot.
     document.documentElement.dataset.height = String(document.documentElement.scrollHeight);
     document.documentElement.dataset.charts = String(plots.length);
   });

@@ -133,7 +133,7 @@ class Page:
 
 
 def as_data(chart: go.Figure) -> str:
-    """A chart as JSON that cannot end the script element it stands in."""
+    """A chart as JSON that cannot end its enclosing script element."""
     return as_text(chart.to_json())
 
 
