@@ -194,7 +194,7 @@ def test_report_prints_the_verdict_and_where_the_page_is(folder: Path, tmp_path:
     page = tmp_path / "page.html"
     shown = run("report", folder, "--out", page, "--limit", "-0.02", "--horizon", "24h", "--trials", "7")
     assert shown.startswith("verdict  ")
-    assert "Trials: 7 (given by hand, --trials)" in page.read_text(encoding="utf-8")
+    assert "Trials: 7 (given with --trials)" in page.read_text(encoding="utf-8")
     assert "With a limit of -2.0 %, the worst 5 % of days made" in shown
     assert f"report   {page}" in shown
     assert "tailguard train" in page.read_text(encoding="utf-8")
@@ -244,7 +244,7 @@ def test_trials_come_from_the_record_unless_they_are_given(folder: Path) -> None
         assert more["deflated_sharpe"] < figures["deflated_sharpe"]
         assert json.loads(run("backtest", folder, "--json", "-", "--trials", 40))["trials"] == 40
         shown = " ".join(run("backtest", folder).split())
-        assert f"trials {record} has 7 trainings that were tested on these bars" in shown
+        assert f"trials {record} has 7 training runs tested on these bars" in shown
         # Bars that nothing was chosen by.
         assert json.loads(run("backtest", folder, "--split", "validation", "--json", "-"))["trials"] is None
     finally:

@@ -65,7 +65,7 @@ def test_a_learner_keeps_freed_memory_so_that_its_pages_need_not_be_cleared_agai
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8), lambda: np.ones((2**50,))])
 def test_an_allocation_that_fails_is_told_in_one_sentence(allocate) -> None:
-    message = r"out of memory when .* more were asked for\. Make it smaller"
+    message = r"out of memory when allocating .*\. Make it smaller"
     with pytest.raises(ConfigError, match=message) as caught, told_when_out_of_memory("Make it smaller"):
         allocate()
     assert is_out_of_memory(caught.value.__cause__)

@@ -65,7 +65,7 @@ def test_tensors_that_share_memory_or_are_not_contiguous_are_written_as_they_are
 
 
 def test_a_tensor_whose_path_could_not_be_told_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a name in it has a '/'"):
+    with pytest.raises(ValueError, match="a name in it contains '/'"):
         write_sealed(tmp_path / "kept", {"state": {"a/b": torch.zeros(1)}}, {})
 
 
@@ -131,13 +131,16 @@ def forge(name: str, data: bytes) -> Callable[[Path], None]:
     [
         (
             flip("weights.safetensors", 0.0),
-            r"weights.safetensors: its SHA-256 is not the manifest's",
+            r"weights.safetensors: its SHA-256 differs from the manifest",
         ),
         (
             flip("weights.safetensors", 1.0),
-            r"weights.safetensors: its SHA-256 is not the manifest's",
+            r"weights.safetensors: its SHA-256 differs from the manifest",
         ),
-        (flip("state.safetensors", 0.5), r"state.safetensors: its SHA-256 is not the manifest's; a byte has changed"),
+        (
+            flip("state.safetensors", 0.5),
+            r"state.safetensors: its SHA-256 differs from the manifest; the file has changed",
+        ),
         (cut("weights.safetensors"), r"weights.safetensors: \d+ bytes long; \d+ were written"),
         (cut("manifest.json"), "manifest.json: not readable as JSON"),
         (lambda folder: (folder / "state.safetensors").unlink(), "kept: state.safetensors is missing"),
@@ -145,9 +148,9 @@ def forge(name: str, data: bytes) -> Callable[[Path], None]:
         (edit_manifest(format=0), f"manifest.json: format 0; this version of Tailguard reads format {FORMAT}"),
         (edit_manifest(format=99), f"manifest.json: format 99; this version of Tailguard reads format {FORMAT}"),
         (lambda folder: (folder / "manifest.json").write_text("[1]"), "format None"),
-        (edit_manifest(about=[]), "not a manifest that Tailguard has written"),
-        (edit_manifest(files={"weights.safetensors": 1, "state.safetensors": 2}), "not a manifest that Tailguard has"),
-        (edit_manifest(files=[]), r"names the files \[\]"),
+        (edit_manifest(about=[]), "not a manifest written by Tailguard"),
+        (edit_manifest(files={"weights.safetensors": 1, "state.safetensors": 2}), "not a manifest written by"),
+        (edit_manifest(files=[]), r"lists the files \[\]"),
     ],
 )
 def test_each_kind_of_damage_is_named(folder: Path, damage: Callable[[Path], None], message: str) -> None:
@@ -249,7 +252,7 @@ def test_a_pickle_in_disguise_runs_nothing(folder: Path, tmp_path: Path, name: s
 def test_a_manifest_cannot_name_files_elsewhere(folder: Path, name: str) -> None:
     entry = {"bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     edit_manifest(files={name: entry, "state.safetensors": entry})(folder)
-    with pytest.raises(CheckpointError, match="names the files"):
+    with pytest.raises(CheckpointError, match="lists the files"):
         read_sealed(folder, NAMES)
 
 

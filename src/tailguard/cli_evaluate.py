@@ -110,7 +110,7 @@ def report(
     horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
     outcome: Annotated[
         Literal["return", "drawdown"],
-        typer.Option(help="What the limit is on: the return of a window, or its deepest fall from a high."),
+        typer.Option(help="What the limit is on: the return of a window, or its maximum drawdown."),
     ] = "return",
     trials: Trials = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
@@ -272,7 +272,7 @@ class _Backtests:
         lines, skill = [], self.skill
         if skill is not None and self.trials is not None and math.isfinite(skill.deflated):
             lines.append(
-                f"luck     the probability that its Sharpe ratio is above what luck explains is "
+                f"luck     the probability that its Sharpe ratio exceeds what luck explains is "
                 f"{probability(skill.deflated)}"
             )
             lines.append(f"trials   {self.trials.source}")

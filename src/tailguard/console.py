@@ -1,4 +1,4 @@
-"""What is printed for people: text as it is, in lines that the terminal may wrap but this program does not break."""
+"""Console output: literal text, in lines that the terminal may wrap but this program does not break."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LOST = (errno.EPIPE, errno.EIO)
-"""Errors of a reader that is gone: a closed pipe, a closed terminal."""
+"""Errors when the reader is gone: a closed pipe, a closed terminal."""
 
 
 def say(console: Console, line: str, style: str | None = None) -> None:
-    """Print a line that may hold names and paths of the user: [red] in one is no markup, :x: is no emoji."""
+    """Print a line that may hold names and paths of the user: [red] is not markup, :x: is not an emoji."""
     console.print(line, style=style, soft_wrap=True, markup=False, emoji=False, highlight=False)
 
 
 class SteadyOutput(io.TextIOWrapper):
-    """A stream that goes on when its reader is gone, as after `| head -5`: what is written from there on is dropped.
+    """A stream that keeps working when its reader is gone, as after `| head -5`: later output is dropped.
 
-    A run of days must not end because nobody reads its lines any more.
+    A run of several days must not end because its output is closed.
     """
 
     def write(self, text: str) -> int:
@@ -44,7 +44,7 @@ class SteadyOutput(io.TextIOWrapper):
     def _let_go(self, error: OSError) -> None:
         if error.errno not in LOST:
             raise error
-        # What is buffered goes there too, so that no later flush meets the error again.
+        # Buffered output is dropped too, so no later flush raises the error again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
@@ -52,7 +52,7 @@ class SteadyOutput(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def steady_output() -> Iterator[None]:
-    """While it is entered, standard output and error survive their readers, and a terminal without ✓ shows ?."""
+    """Context in which standard output and error survive closed readers, and a terminal without ✓ shows ?."""
     before = sys.stdout, sys.stderr
     steady: list[SteadyOutput] = []
     for name, stream in (("stdout", before[0]), ("stderr", before[1])):

@@ -16,11 +16,11 @@ class ConfigError(TailguardError):
 
 
 class CheckpointError(TailguardError):
-    """A saved agent or checkpoint that is damaged, of another kind, or not to be trusted; the message names what."""
+    """A saved agent or checkpoint that is damaged, of another kind, or not trustworthy; the message names the fault."""
 
 
 class RunError(TailguardError):
-    """A run that could not go on though its settings are right, as on a full disk; the command line exits with 1."""
+    """A run that could not continue with valid settings, as on a full disk; the command line exits with 1."""
 
 
 class MissingExtraError(TailguardError):
@@ -33,4 +33,4 @@ class MissingExtraError(TailguardError):
 
 
 class BarsWarning(UserWarning):
-    """Market data that can be used and looks suspicious; the message names file, row, time and values."""
+    """Market data that is usable but looks suspicious; the message names file, row, time and values."""

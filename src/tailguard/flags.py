@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def may_hold_any(flags: Tensor) -> bool:
-    """Whether any flag may be set, so that rare work can be left out where looking is free.
+    """Whether any flag may be set, so rare work can be skipped where the check is free.
 
-    A CPU looks. A GPU would have to wait for its queue, and a compiler to break its graph: there the answer is yes.
+    A CPU reads the flags. A GPU would have to synchronise, and a compiler to break its graph: there the answer is True.
     """
     return flags.device.type != "cpu" or torch.compiler.is_compiling() or bool(flags.any())

@@ -21,7 +21,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def in_words(size: float) -> str:
-    """Bytes as people write them: 61.3 GB."""
+    """Bytes in readable units: 61.3 GB."""
     power = min(int(math.log10(max(size, 1)) // 3), len(_UNITS) - 1)
     shown = size / 1000**power
     places = 0 if power == 0 or shown >= 100 else 1
@@ -29,10 +29,10 @@ def in_words(size: float) -> str:
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep blocks that it frees for the next time it needs some; whether it will.
+    """Let this process keep freed blocks for reuse; returns whether that is enabled.
 
-    glibc gives larger blocks back to the system at once. An iteration takes and frees the same tensors again and
-    again, a hundred thousand pages of them, and the kernel has to clear every page that comes back. Where there is no
+    glibc gives larger blocks back to the system at once. An iteration allocates and frees the same tensors again and
+    again, a hundred thousand pages, and the kernel clears every page that it hands out again. Where there is no
     glibc, or the user has set its thresholds in the environment, nothing is changed.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")):
@@ -45,9 +45,9 @@ def keep_freed_memory() -> bool:
 
 
 def free_memory(device: str = "cpu") -> float:
-    """Bytes that can still be taken on the device; infinite where nobody tells.
+    """Bytes that are free on the device; infinite where this is unknown.
 
-    On the CPU the least of what the machine has, the process may have (`ulimit`) and its container may have.
+    On the CPU the smallest of the machine's free memory and the limits of the process (`ulimit`) and its container.
     """
     if device.startswith("cuda"):
         import torch
@@ -65,14 +65,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def told_when_out_of_memory(way_out: str) -> Iterator[None]:
-    """Turn an allocation that fails inside into a `ConfigError` that says how much was wanted and what helps."""
+    """Turn an allocation that fails inside into a `ConfigError` that gives the requested size and a remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         wanted = re.search(r"(?:allocate|Unable to allocate) ([\d.]+ ?[KMGTP]?i?[Bb]\w*)", str(error))
-        asked = f" when {wanted[1]} more were asked for" if wanted else ""
+        asked = f" when allocating {wanted[1]}" if wanted else ""
         raise ConfigError(f"out of memory{asked}. {way_out}") from error
 
 
@@ -95,7 +95,7 @@ def _process() -> float:
 
 
 def _container() -> float:
-    """What the control group leaves; pages of files are given back when they are needed, so they do not count."""
+    """Free memory of the control group; the page cache is reclaimable, so it does not count."""
     group = Path("/sys/fs/cgroup")
     try:
         allowed = (group / "memory.max").read_text().strip()

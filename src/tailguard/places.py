@@ -1,9 +1,9 @@
-"""Files and folders that are replaced whole: at every moment the old one, the new one, or enough on disk to go on.
+"""Atomic replacement of files and folders: at any moment the old one, the new one, or enough on disk to recover.
 
-A folder is written beside its place as `.<name>.<process>.partial` and renamed when it is complete. One that it
-replaces steps aside as `.<name>.<process>.old` for the moment between two renames. A process that is killed there
-leaves the old folder aside; `recover` brings it back. Whoever writes holds a lock on what it writes, which the system
-lets go of however the process ends, so that leftovers of the dead are told from the work of the living.
+A folder is written next to its destination as `.<name>.<process>.partial` and renamed when it is complete. A folder
+that it replaces is first renamed to `.<name>.<process>.old`. If the process is killed between the two renames,
+`recover` restores the old folder. A writer holds a lock on its folder, which the system releases however the process
+ends; so leftovers of dead processes can be distinguished from the work of running ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PATIENCE = 2.0
-"""Seconds to wait for a living process that is between two renames."""
+"""Seconds to wait for a running process that is between two renames."""
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
@@ -39,7 +39,7 @@ def lock(descriptor: int, *, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def new_folder(place: Path) -> Iterator[Path]:
-    """An empty folder beside `place` to write into; it is gone afterwards, unless `put_in_place` has moved it."""
+    """An empty folder beside `place` to write into; it is removed afterwards, unless `put_in_place` has moved it."""
     recover(place)
     partial = _beside(place, "partial")
     partial.mkdir(parents=True)
@@ -51,7 +51,7 @@ def new_folder(place: Path) -> Iterator[Path]:
 
 
 def put_in_place(partial: Path, place: Path) -> None:
-    """Rename a complete folder to its place; one that is there steps aside first and is removed last."""
+    """Rename a complete folder into place; an existing one is renamed aside first and removed last."""
     # A folder cannot be renamed onto one that holds files.
     if not (place.exists() and any(place.iterdir())):
         os.rename(partial, place)
@@ -66,15 +66,15 @@ def put_in_place(partial: Path, place: Path) -> None:
             os.rename(aside, place)
             raise
         sync_folder(place.parent)
-        # A partial is never brought back: one that a kill leaves half removed must not be taken for the old folder.
+        # A partial folder is never restored: a half removed one must not be mistaken for the old folder.
         os.rename(aside, partial)
         shutil.rmtree(partial)
 
 
 def recover(place: Path) -> None:
-    """Bring back a folder that a killed process left aside, and remove what killed processes left half written.
+    """Restore a folder that a killed process left aside, and remove partial folders of killed processes.
 
-    What a living process holds is left alone; while it is between two renames, this waits for it.
+    Folders locked by a running process are not touched; while it is between two renames, this waits for it.
     """
     if not place.parent.is_dir():
         return
@@ -84,7 +84,7 @@ def recover(place: Path) -> None:
 
 
 def _recovered(place: Path) -> bool:
-    """Go through the leftovers once; False if the place is empty because a living process is replacing it."""
+    """Go through the leftovers once; False if the place is empty because a running process is replacing it."""
     waiting = False
     for path, kind in _leftovers(place):
         try:
@@ -99,14 +99,14 @@ def _recovered(place: Path) -> bool:
         except FileNotFoundError:  # another process was faster
             continue
         except OSError as error:
-            # Whoever may only read cannot clean up; what is in its place can be read all the same.
+            # A reader without write permission cannot clean up; the folder in place can be read all the same.
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
     return not waiting or os.path.lexists(place)
 
 
 def _leftovers(place: Path) -> list[tuple[Path, str]]:
-    """Folders that a process has left beside the place, those that stepped aside first."""
+    """Folders that processes have left next to the place, `.old` ones first."""
     name = re.compile(re.escape(f".{place.name}.") + r"\d+\.(partial|old)")
     try:
         found = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
@@ -159,7 +159,7 @@ def check_plain(descriptor: int, path: Path) -> None:
 
 
 def replace_synced(path: Path, data: bytes) -> None:
-    """Write a file that is the old one or the new one, whenever it is read."""
+    """Replace a file atomically."""
     partial = _beside(path, "partial")
     try:
         partial.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def replace_synced(path: Path, data: bytes) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a new file and bring it to the disk."""
+    """Write a new file and flush it to disk."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -179,7 +179,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the folder's names to the disk: a renamed file is safe only after this."""
+    """Flush the folder's entries to disk: a rename is durable only after this."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -188,7 +188,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def check_writable_place(path: Path) -> None:
-    """Raise OSError unless a file of this name could be written: better before the work than after it."""
+    """Raise OSError, before the work, unless a file of this name can be written."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not path.parent.is_dir():

@@ -1,8 +1,8 @@
 """Sealed folders: tensors and plain values, written atomically, that cannot execute code when read.
 
-A sealed folder holds one safetensors file for each part and `manifest.json`, which names the size and the SHA-256 of
-every file and carries a SHA-256 of its own. It is written beside its place, brought to the disk, read back, and only
-then renamed. Whoever reads meets the old folder or the new one, never half of one.
+A sealed folder holds one safetensors file for each part and `manifest.json`, which holds the size and the SHA-256 of
+every file and a SHA-256 of itself. It is written next to its destination, flushed to disk, read back, and then renamed.
+A reader sees the old folder or the new one, never a partial one.
 
 A part is a nested dict of tensors, numbers, text, booleans, None and lists. Its tensors are named by their path
 (`optimizer/moments/…`); everything else is one JSON text in the file's metadata.
@@ -39,9 +39,9 @@ State = Mapping[str, Any]
 
 
 def write_sealed(folder: Path, parts: Mapping[str, State], about: Mapping[str, Any]) -> None:
-    """Put `parts` and the description `about` (JSON) into `folder`; one that is sealed already is replaced.
+    """Write `parts` and the description `about` (JSON) to `folder`; an existing sealed folder is replaced.
 
-    Raises OSError when the disk does not take it; what was there before is then still there.
+    Raises OSError if it cannot be written; an existing folder is then unchanged.
     """
     files = {file_name(name): _encode(part) for name, part in parts.items()}
     manifest: dict[str, Any] = {
@@ -71,13 +71,13 @@ def read_sealed(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], d
 
 
 def read_about(folder: Path, names: Collection[str]) -> dict[str, Any]:
-    """The description alone; the parts are not looked at."""
+    """The description alone; the parts are not read."""
     about: dict[str, Any] = _read_manifest(folder, names)["about"]
     return about
 
 
 def verify_sealed(folder: Path, names: Collection[str]) -> None:
-    """Raise `CheckpointError` unless every file is there, byte for byte as it was written."""
+    """Raise `CheckpointError` unless every file exists, byte for byte as written."""
     manifest = _read_manifest(folder, names)
     for name in names:
         path = folder / file_name(name)
@@ -109,7 +109,7 @@ def read_regular(path: Path, largest: int) -> bytes:
         if found.st_size > largest:
             raise CheckpointError(f"{path}: {found.st_size:,} bytes; at most {largest:,} are read")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            # Not `largest`: so much memory would be taken first, however small the file is.
+            # Not `largest`: read() would allocate that much memory first, however small the file is.
             return file.read(found.st_size + 1)
     finally:
         os.close(descriptor)
@@ -118,12 +118,10 @@ def read_regular(path: Path, largest: int) -> bytes:
 def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
     """Refuse a place that holds anything but an earlier sealed folder: replacing it would delete what is there."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise CheckpointError(f"{folder}: there is something else of this name; choose another")
+        raise CheckpointError(f"{folder}: exists and is not a folder; choose another name")
     others = sorted({path.name for path in folder.iterdir()} - set(files)) if folder.exists() else []
     if others:
-        raise CheckpointError(
-            f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose one of its own"
-        )
+        raise CheckpointError(f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose a new folder")
 
 
 # --- contents -------------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
     files = manifest.get("files")
     if not isinstance(files, dict) or set(files) != expected:
         shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
-        raise CheckpointError(f"{path}: names the files {shown}; there must be {', '.join(sorted(expected))}")
+        raise CheckpointError(f"{path}: lists the files {shown}; expected {', '.join(sorted(expected))}")
     well_formed = all(
         isinstance(entry, dict)
         and set(entry) == {"bytes", "sha256"}
@@ -153,17 +151,19 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
         for entry in files.values()
     )
     if not well_formed or not isinstance(manifest.get("about"), dict):
-        raise CheckpointError(f"{path}: not a manifest that Tailguard has written")
+        raise CheckpointError(f"{path}: not a manifest written by Tailguard")
     return manifest
 
 
 def _read_checked(path: Path, entry: Mapping[str, Any]) -> bytes:
-    """The file's bytes, once they are known to be those that were written; hashed and used from one reading."""
+    """The file's bytes, verified against the manifest; hashed and used from a single read."""
     data = read_regular(path, LARGEST_FILE)
     if len(data) != entry["bytes"]:
         raise CheckpointError(f"{path}: {len(data):,} bytes long; {entry['bytes']:,} were written")
     if _digest(data) != entry["sha256"]:
-        raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; a byte has changed since it was written")
+        raise CheckpointError(
+            f"{path}: its SHA-256 differs from the manifest; the file has changed since it was written"
+        )
     return data
 
 
@@ -182,7 +182,7 @@ def _split(part: State, path: tuple[str, ...], tensors: dict[str, Tensor]) -> di
         here = (*path, name)
         if isinstance(value, Tensor):
             if any("/" in folder for folder in here):
-                raise ValueError(f"tensor {here}: the path of a tensor cannot be told if a name in it has a '/'")
+                raise ValueError(f"tensor {here}: its path is ambiguous because a name in it contains '/'")
             tensors["/".join(here)] = value
         elif isinstance(value, Mapping):
             values[name] = _split(value, here, tensors)
@@ -201,20 +201,20 @@ def _decode(path: Path, data: bytes) -> dict[str, Any]:
     text = metadata.get(VALUES, "null") if isinstance(metadata, dict) else "null"
     part = parse_json(path, str(text).encode())
     if not isinstance(part, dict):
-        raise CheckpointError(f"{path}: safetensors, but not a part that Tailguard has written")
+        raise CheckpointError(f"{path}: safetensors, but not a part written by Tailguard")
     for name, tensor in tensors.items():
         *folders, last = name.split("/")
         place: Any = part
         for folder in folders:
             place = place.get(folder) if isinstance(place, dict) else None
         if not isinstance(place, dict) or last in place:
-            raise CheckpointError(f"{path}: the tensor {name} has no place in the state beside it")
+            raise CheckpointError(f"{path}: the tensor {name} does not fit the state stored with it")
         place[last] = tensor
     return part
 
 
 def parse_json(path: Path, data: bytes) -> Any:
-    """JSON, or a `CheckpointError` that names the file; what is nested too deeply is refused too."""
+    """JSON, or a `CheckpointError` that names the file; JSON that is nested too deeply is refused too."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

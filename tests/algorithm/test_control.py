@@ -27,7 +27,6 @@ def control() -> ModuleType:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1000, 2000])
 @pytest.mark.parametrize(
     ("name", "lowest", "highest"),
     [
@@ -38,6 +37,9 @@ def control() -> ModuleType:
         ("Pendulum without velocities, LSTM", -230, 0),
     ],
 )
-def test_an_anchor_is_reached(control: ModuleType, name: str, lowest: float, highest: float, seed: int) -> None:
+def test_an_anchor_is_reached(control: ModuleType, name: str, lowest: float, highest: float) -> None:
+    """Mean of three seeds, and none of them beyond the anchor by more than a tenth."""
     task, num_envs, options, _ = control.TASKS[name]
-    assert lowest <= control.ours(task, num_envs, options, 100_000, seed) <= highest
+    returns = [control.ours(task, num_envs, options, 100_000, seed) for seed in (0, 1000, 2000)]
+    assert lowest <= sum(returns) / 3 <= highest, returns
+    assert min(returns) >= lowest - 0.1 * abs(lowest), returns

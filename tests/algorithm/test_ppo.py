@@ -406,7 +406,7 @@ def test_actions_have_the_environments_form(env_id: str, batch_shape: tuple[int,
 
 
 def test_an_environment_of_another_size_or_device_is_refused(scripted_env: Any) -> None:
-    with pytest.raises(ConfigError, match="num_envs: 3 asked for, and the environment has 6"):
+    with pytest.raises(ConfigError, match="num_envs: 3 requested, but the environment has 6"):
         DistributionalPPO(scripted_env(), num_envs=3)
-    with pytest.raises(ConfigError, match="device: cuda asked for, and the environment is on cpu"):
+    with pytest.raises(ConfigError, match="device: cuda requested, but the environment is on cpu"):
         DistributionalPPO(scripted_env(), device="cuda")

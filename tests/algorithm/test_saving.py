@@ -211,11 +211,11 @@ def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp
     learner.save(tmp_path / "agent")
     assert DistributionalPPO.load(tmp_path / "agent").num_timesteps == 72
     (tmp_path / "agent" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds other files \(notes.txt\); choose one of its own"):
+    with pytest.raises(CheckpointError, match=r"holds other files \(notes.txt\); choose a new folder"):
         learner.save(tmp_path / "agent")
     assert (tmp_path / "agent" / "notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="there is something else of this name"):
+    with pytest.raises(CheckpointError, match="exists and is not a folder"):
         learner.save(tmp_path / "file")
     with pytest.raises(OSError, match="file"):
         learner.save(tmp_path / "file" / "agent")
@@ -316,7 +316,7 @@ def test_another_environment_is_refused(saved: Path, scripted_env: Any) -> None:
         DistributionalPPO.load(saved, env=RecallEnv(4))
     with pytest.raises(TailguardError, match=r"this environment has 3 and .'sizes': .3, 2.."):
         DistributionalPPO.load(saved, env=scripted_env(discrete=True))
-    with pytest.raises(TailguardError, match="device: cuda asked for, and the environment is on cpu"):
+    with pytest.raises(TailguardError, match="device: cuda requested, but the environment is on cpu"):
         DistributionalPPO.load(saved, env=scripted_env(), device="cuda")
 
 

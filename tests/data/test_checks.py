@@ -38,7 +38,7 @@ FAULTS: dict[str, tuple[Corrupt, str, str]] = {
     "close missing": (put("close", None), "values", "no value for close"),
     "time missing": (put("time", None), "values", "no value for time"),
     "same time twice": (put("time", pl.col("time").shift()), "duplicates", "same time as row"),
-    "out of order": (exchange_with_next, "order", "earlier than the bar before it"),
+    "out of order": (exchange_with_next, "order", "earlier than the previous bar"),
     "off the grid": (put("time", pl.col("time") + timedelta(minutes=7)), "frequency", "off the 1h grid"),
     "open zero": (put("open", 0.0), "prices", "open 0 is not a positive number"),
     "high infinite": (put("high", float("inf")), "prices", "high inf"),
@@ -127,7 +127,7 @@ def test_a_repeated_time_names_the_row_and_file_it_repeats(good_bars) -> None:
 def test_newest_first_is_said_once(good_bars) -> None:
     (check,) = validate(good_bars(200).reverse(), "bars.parquet").errors
 
-    assert check.summary == "199 bars earlier than the one before: the newest come first"
+    assert check.summary == "199 bars earlier than the previous one: the newest come first"
 
 
 @pytest.mark.parametrize("fault", ["same time twice", "out of order"])
@@ -212,7 +212,7 @@ def test_bars_stamped_with_their_close_are_refused_with_the_shift(good_bars, fre
 
     assert (check.name, check.count) == ("frequency", 300)
     assert f"subtract {shift} from every time" in check.remedy
-    assert "is the end of a bar, not its opening" in check.offenders[0].text
+    assert "is the close time of a bar, not its open time" in check.offenders[0].text
     # The way out that is named leads out.
     assert validate(closed.with_columns(time=pl.col("time") - shift), "bars.parquet").errors == ()
 

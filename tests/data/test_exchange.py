@@ -127,7 +127,9 @@ def test_an_exchange_whose_start_is_exclusive_is_followed(exchange: type[Scripte
 def test_an_exchange_that_always_starts_late_is_an_error_and_no_hole(exchange: type[Scripted], tmp_path: Path) -> None:
     exchange.answers[0] = lambda since, right: right if since <= FIRST else right[500:]
 
-    with pytest.raises(FetchError, match=r"from 2021-04-11 15:00, one it gave before, and got bars from 2021-05-02"):
+    with pytest.raises(
+        FetchError, match=r"from 2021-04-11 15:00, a time that it returned before, and got bars from 2021-05-02"
+    ):
         download(tmp_path)
 
     # What came before is kept, and has no hole.
@@ -188,7 +190,9 @@ def test_prices_as_text_are_numbers(exchange: type[Scripted], tmp_path: Path) ->
 def test_an_answer_that_is_no_list_of_bars_is_named(exchange: type[Scripted], tmp_path: Path, answer: Any) -> None:
     exchange.answers[1] = lambda *_: answer
 
-    with pytest.raises(FetchError, match=r"binance BTC/USDT: (the answer is not a list of bars|a bar without a time)"):
+    with pytest.raises(
+        FetchError, match=r"binance BTC/USDT: (the response is not a list of bars|a bar without a time)"
+    ):
         download(tmp_path)
 
 

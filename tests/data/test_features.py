@@ -314,7 +314,9 @@ def test_features_without_their_columns_are_left_out_unless_asked_for() -> None:
     missing = set(FEATURES) - set(available_features(lean))
     assert missing == {"taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24", "trades_168", "funding"}
     assert set(compute_features(lean).names) == set(FEATURES) - missing
-    with pytest.raises(ConfigError, match=r"feature 'funding' needs the column 'funding_rate', which lean.csv has not"):
+    with pytest.raises(
+        ConfigError, match=r"feature 'funding' needs the column 'funding_rate', which lean.csv does not have"
+    ):
         compute_features(lean, ["funding"])
 
 
@@ -323,8 +325,8 @@ def test_features_without_their_columns_are_left_out_unless_asked_for() -> None:
     [
         (["return_42"], "feature 'return_42': no such feature. Did you mean 'return_"),
         (["zzzzzz"], "There are return_1, "),
-        (["macd", "macd"], "feature 'macd' is asked for twice"),
-        ([], "no feature is asked for"),
+        (["macd", "macd"], "feature 'macd' is requested twice"),
+        ([], "no feature is requested"),
         ("macd", r"names='macd' must be a list of feature names: \['macd'\]"),
     ],
 )
@@ -404,7 +406,7 @@ def test_a_scaler_refuses_a_feature_that_was_redefined() -> None:
     table = compute_features(bars, ["own"])
     scaler = Scaler.fit(table, np.ones(100, dtype=bool))
     feature("own", warmup=9, replace=True)(lambda: pl.col("close") / pl.col("open").rolling_mean(10))
-    with pytest.raises(ConfigError, match="feature 'own' is defined otherwise"):
+    with pytest.raises(ConfigError, match="feature 'own' has another definition"):
         scaler.transform(compute_features(bars, ["own"]))
 
 

@@ -308,7 +308,7 @@ def test_bars_the_exchange_lacks_are_counted_not_invented(download: Callable[...
     fetched = download()
     assert_same(fetched.path, exchange.complete)
     assert fetched.missing == 5
-    assert "did not give 5 bars" in str(fetched)
+    assert "did not return 5 bars" in str(fetched)
 
 
 def test_a_start_before_the_listing_is_searched_to_its_end(
@@ -347,7 +347,7 @@ def test_a_period_without_any_bar_is_an_error(download: Callable[..., Fetched], 
 
 def test_pages_that_do_not_advance_are_an_error(download: Callable[..., Fetched], exchange: Exchange) -> None:
     exchange.faults = dict.fromkeys(range(2, 100), "stuck")
-    with pytest.raises(FetchError, match="do not advance"):
+    with pytest.raises(FetchError, match="its pages have gaps"):
         download()
     assert len(exchange.asked) == 4  # the first page, and the second one three times
 
@@ -387,11 +387,11 @@ def test_the_file_is_ready_to_train_on(download: Callable[..., Fetched]) -> None
 
 
 def test_unknown_names_are_answered_with_near_ones(download: Callable[..., Fetched]) -> None:
-    with pytest.raises(ConfigError, match=r"exchange: 'binence' is unknown; near it are .*binance"):
+    with pytest.raises(ConfigError, match=r"exchange: 'binence' is unknown; similar names: .*binance"):
         download(exchange="binence")
-    with pytest.raises(ConfigError, match=r"binance symbol: 'BTC/USD' is unknown; near it are BTC/USDT"):
+    with pytest.raises(ConfigError, match=r"binance symbol: 'BTC/USD' is unknown; similar names: BTC/USDT"):
         download(symbol="BTC/USD")
-    with pytest.raises(ConfigError, match=r"binance timeframe: '60m' is unknown; near it are .*30m"):
+    with pytest.raises(ConfigError, match=r"binance timeframe: '60m' is unknown; similar names: .*30m"):
         download(timeframe="60m")
 
 
@@ -444,4 +444,4 @@ def test_the_command_fetches_and_reports(exchange: Exchange, tmp_path: Path, mon
     exchange.now += 3 * HOUR
     failed = CliRunner().invoke(app, command)
     assert failed.exit_code == 1
-    assert "do not advance" in failed.output
+    assert "its pages have gaps" in failed.output

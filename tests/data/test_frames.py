@@ -159,7 +159,7 @@ def test_a_feature_that_sees_the_future_of_its_own_column_is_found(good_bars) ->
 def test_a_column_that_is_missing_or_has_holes_is_named(good_bars) -> None:
     frame = with_sentiment(good_bars(300))
 
-    with pytest.raises(ConfigError, match="'own_mood' needs the column 'sentiment', which Polars frame has not"):
+    with pytest.raises(ConfigError, match="'own_mood' needs the column 'sentiment', which Polars frame does not have"):
         compute_features(tg.load_bars(frame.drop("sentiment")), ["own_mood"])
     holed = frame.with_columns(sentiment=pl.when(pl.int_range(pl.len()) != 40).then("sentiment"))
     with pytest.raises(tg.TailguardError, match=r"'own_mood' is None for bars at 2021-01-02 16:00"):

@@ -49,7 +49,7 @@ def test_a_flipped_byte_is_found_when_the_file_is_verified(written) -> None:
     data = bytearray(path.read_bytes())
     data[401] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BarsError, match="a byte has changed"):
+    with pytest.raises(BarsError, match="the file has changed"):
         verify_array(path, entry)
 
 

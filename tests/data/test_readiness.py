@@ -102,7 +102,7 @@ def test_few_bars_left_are_a_warning() -> None:
     found = check_training(bars, 0.15, 0.15, "7d", 256)
 
     assert found.level == "warning"
-    assert "features need 742 bars of history, after every gap again" in found.fault
+    assert "features need 742 bars of history after every gap" in found.fault
 
 
 def test_volume_that_is_zero_throughout_fails_the_check_as_it_fails_training(
@@ -114,7 +114,7 @@ def test_volume_that_is_zero_throughout_fails_the_check_as_it_fails_training(
 
     assert check(monkeypatch, str(path)) == 1
     output = capsys.readouterr().out
-    assert "1 symbol without volume in any bar, so that no order would ever fill: SYN01" in output
+    assert "1 symbol without volume in any bar, so no order would ever fill: SYN01" in output
     assert "--set market.participation=inf --set market.impact=0" in output
 
     config = load_config(overrides=[f"data.path={path}", "env.num_envs=4"])

@@ -30,8 +30,8 @@ def faulty(bars: pl.DataFrame) -> pl.DataFrame:
 def test_the_table_of_good_bars(good_bars) -> None:
     assert lines_of(good_bars(300)) == [
         "btc.csv · BTCUSDT · 1h · 2021-01-01 → 2021-01-13 · 300 bars · none missing",
-        " ✓ values       all there, all numbers       ✓ order        oldest first",
-        " ✓ duplicates   every time once              ✓ frequency    all on the 1h grid",
+        " ✓ values       all present, all numeric     ✓ order        oldest first",
+        " ✓ duplicates   no duplicate times           ✓ frequency    all on the 1h grid",
         " ✓ gaps         no bar missing               ✓ sessions     trades around the clock",
         " ✓ prices       finite, positive             ✓ ranges       low ≤ open, close ≤ high",
         " ✓ volume       finite, not negative         ✓ volume unit  one unit throughout",
@@ -45,9 +45,9 @@ def test_what_is_wrong_comes_first_with_its_place_and_the_way_out_last(good_bars
     lines = lines_of(faulty(good_bars(400)))
 
     assert lines[1].startswith(" ✗ volume unit  1 change of the volume's unit: row 181 (2021-01-08 12:00) median")
-    assert lines[2].startswith(" ! spikes       1 bar whose price jumps away and is back one bar later: row 60 (2021")
+    assert lines[2].startswith(" ! spikes       1 bar whose price jumps and reverts one bar later: row 60 (2021")
     assert "low 13,000 against " in lines[2]
-    assert lines[-1] == "1 error, 1 warning. Bring the volume column to one unit, best that of the base asset."
+    assert lines[-1] == "1 error, 1 warning. Convert the volume column to one unit, preferably that of the base asset."
 
 
 def test_a_terminal_folds_long_lines_under_their_beginning(good_bars) -> None:

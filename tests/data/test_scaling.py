@@ -136,7 +136,7 @@ def test_other_features_are_refused() -> None:
     scaler = Scaler.fit(table, every_row(table))
     with pytest.raises(ConfigError, match="fitted on the features f0, f1; it was given f1, f0"):
         scaler.transform(table_of(table.values, names=("f1", "f0")))
-    with pytest.raises(ConfigError, match="feature 'f1' is defined otherwise"):
+    with pytest.raises(ConfigError, match="feature 'f1' has another definition"):
         scaler.transform(table_of(table.values, definitions=("d0", "changed")))
     with pytest.raises(ConfigError, match=r"shape \(10, 3\) do not hold 2 features"):
         scaler.transform(np.zeros((10, 3)))

@@ -141,9 +141,9 @@ def test_dates_start_the_parts_and_the_embargo_shortens_the_one_before() -> None
         ({"validation": "2021-01-01", "test": "2021-01-05"}, "train starting on 2021-01-01 00:00 has no bar left"),
         ({"validation": "2021-01-02", "test": "2022-01-01"}, "test starting on 2022-01-01 00:00 has no bar left"),
         ({"validation": "2021-01-02", "test": "2021-01-03", "embargo": 24}, "train .* embargo of 24 bars apart"),
-        ({"validation": "2021-01-02", "test": 0.2}, "test=0.2 is no date; give the starts of all parts as dates"),
-        ({"validation": "2021-01-02", "test": "9d"}, "test='9d' is no date"),
-        ({"validation": "2021-13-02", "test": "2021-01-03"}, "validation='2021-13-02' is no date"),
+        ({"validation": "2021-01-02", "test": 0.2}, "test=0.2 is not a date; give the starts of all parts as dates"),
+        ({"validation": "2021-01-02", "test": "9d"}, "test='9d' is not a date"),
+        ({"validation": "2021-13-02", "test": "2021-01-03"}, "validation='2021-13-02' is not a date"),
     ],
 )
 def test_impossible_dates_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -159,13 +159,13 @@ def test_impossible_dates_are_refused(arguments: dict[str, object], message: str
         ({"test": 0}, "test=0 is 0 bars of 100; at least 1"),
         ({"test": 0.001}, "test=0.001 is 0 bars of 100"),
         ({"test": True}, "test=True must be bars"),
-        ({"test": "3 months"}, "test='3 months' is no duration"),
+        ({"test": "3 months"}, "test='3 months' is not a duration"),
         ({"test": "90m"}, "test='90m' is not a whole number of bars of 1:00:00"),
         (
             {"train": 0.9, "test": 0.2, "validation": 0.2},
             "90 training, 20 validation, 20 test .* need 130 bars; there are 100",
         ),
-        ({"embargo": "-1d"}, "embargo='-1d' is no duration"),
+        ({"embargo": "-1d"}, "embargo='-1d' is not a duration"),
         ({"embargo": 60}, "2 × 60 bars left out and 3 parts of at least 1 bar need 123 bars; there are 100"),
     ],
 )

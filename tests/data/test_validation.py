@@ -83,6 +83,6 @@ def test_times_only_leaves_prices_and_volumes_alone(good_bars) -> None:
 
 
 def test_one_bar_has_no_frequency(good_bars) -> None:
-    with pytest.raises(BarsError, match="one bar is too few to tell the frequency"):
+    with pytest.raises(BarsError, match="one bar is too few to infer the frequency"):
         validate(good_bars(1), "bars")
     assert validate(good_bars(1), "bars", frequency=HOUR).errors == ()

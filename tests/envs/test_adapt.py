@@ -17,7 +17,7 @@ from tailguard.errors import ConfigError
 def test_what_speaks_the_protocol_is_taken_as_it_is() -> None:
     env = RecallEnv(num_envs=3)
     assert as_vector_env(env, None, None) is env
-    with pytest.raises(ConfigError, match="num_envs: 4 asked for, and the environment has 3"):
+    with pytest.raises(ConfigError, match="num_envs: 4 requested, but the environment has 3"):
         as_vector_env(env, 4, None)
     with pytest.raises(ConfigError, match="cuda"):
         as_vector_env(env, None, "cuda")

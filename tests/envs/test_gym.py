@@ -301,9 +301,9 @@ class Silent(gymnasium.vector.VectorWrapper):
 
 
 def test_an_unstated_or_unknown_autoreset_mode_is_refused() -> None:
-    with pytest.raises(TailguardError, match=r"does not state how it restarts.*AutoresetMode.SAME_STEP"):
+    with pytest.raises(TailguardError, match=r"does not declare its autoreset mode.*AutoresetMode.SAME_STEP"):
         GymnasiumEnv(Silent(sync(AutoresetMode.SAME_STEP), {}))
-    with pytest.raises(TailguardError, match=r"'PreviousStep'; known are AutoresetMode.NEXT_STEP"):
+    with pytest.raises(TailguardError, match=r"'PreviousStep'; it must be one of AutoresetMode.NEXT_STEP"):
         GymnasiumEnv(Silent(sync(AutoresetMode.SAME_STEP), {"autoreset_mode": "PreviousStep"}))
 
 
@@ -325,7 +325,7 @@ def test_what_cannot_be_made_is_named() -> None:
         GymnasiumEnv("CartPole-v1", num_envs=0)
     with pytest.raises(ConfigError, match="vectorization_mode is 'threads'"):
         GymnasiumEnv("CartPole-v1", vectorization_mode="threads")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"env_kwargs \['gravity'\] go with a Gymnasium id"):
+    with pytest.raises(ConfigError, match=r"env_kwargs \['gravity'\] apply to a Gymnasium id only"):
         GymnasiumEnv(Scripted(), env_kwargs={"gravity": 1.0})
 
 

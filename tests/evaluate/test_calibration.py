@@ -180,7 +180,8 @@ def test_falls_are_judged_by_the_deepest_one_in_each_window() -> None:
 
 
 @pytest.mark.slow
-def test_the_interval_of_falls_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_of_falls_covers_the_truth_at_least_as_often_as_it_says() -> None:
+    """At least: the interval is the wider one of a bootstrap and of a simulation with persistent volatility."""
     truth, inside = true_fall(0.01, 24, 0.05), 0
     for seed in range(200):
         steps = np.random.default_rng(1_000 + seed).normal(0, 0.01, 3_000)
@@ -188,4 +189,4 @@ def test_the_interval_of_falls_covers_the_truth_as_often_as_it_says() -> None:
         draw = np.random.default_rng(seed)
         found = risk_budget(equity, -0.04, draw, horizon=24, outcome="drawdown", resamples=500).cvar
         inside += found.low <= truth <= found.high
-    assert 0.90 <= inside / 200 <= 0.99
+    assert inside / 200 >= 0.93

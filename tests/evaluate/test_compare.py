@@ -44,7 +44,7 @@ def test_runs_on_the_same_bars_are_paired_and_others_are_not(comparison: Compari
 def test_the_settings_that_differ_are_shown_and_no_others(comparison: Comparison) -> None:
     assert comparison.differing == {"ppo.gamma": ("0.95", "0.9", "0.95"), "training.seed": ("0", "0", "5")}
     assert comparison.seeds is None
-    assert "takes all trials that were made on its bars into account" in comparison.notes()[1]
+    assert "corrects for all trials on its bars" in comparison.notes()[1]
 
 
 def test_seeds_alone_give_an_interquartile_mean(run_folder: Path, other_market: Path) -> None:

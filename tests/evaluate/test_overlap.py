@@ -80,5 +80,5 @@ def test_other_prices_at_the_same_times_are_no_overlap(bars: Bars, split) -> Non
 def test_a_run_whose_bars_are_gone_says_that_it_cannot_tell(bars: Bars, tmp_path) -> None:
     found = overlap_with_run(load_config(overrides=[f"data.path={tmp_path / 'gone.parquet'}"]), bars)
     assert not found.honest
-    assert "cannot be told" in found.lines()[0]
+    assert "is unknown" in found.lines()[0]
     assert "gone.parquet" in found.lines()[0]

@@ -100,5 +100,5 @@ def test_a_position_that_never_changes_has_no_timing(bars) -> None:
 
 def test_other_bars_than_those_of_the_result_are_refused(bars) -> None:
     result = tg.backtest(np.ones((len(bars), 1)), bars)
-    with pytest.raises(ConfigError, match="not made on these bars"):
+    with pytest.raises(ConfigError, match="not computed on these bars"):
         timing_test(result, tg.make_market(1_000, seed=3).bars.panel())

@@ -113,5 +113,5 @@ def test_all_trades_together_are_the_record(assets: int, config: MarketConfig) -
 
 def test_bars_of_another_backtest_are_refused(prices) -> None:
     result = tg.backtest(np.ones((7, 1)), prices, FREE)
-    with pytest.raises(ConfigError, match="not made on these bars"):
+    with pytest.raises(ConfigError, match="not computed on these bars"):
         round_trips(result, tg.make_market(7, seed=0, frequency="4h").bars.panel())

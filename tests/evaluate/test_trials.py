@@ -43,7 +43,7 @@ def test_a_trial_is_counted_once_however_often_it_is_made(tmp_path: Path) -> Non
     found = count_trials(path, [trial(3, sharpe=2.0)])
     assert found.count == 3
     assert sorted(found.sharpes) == [0.5, 2.0]
-    assert found.source == f"{path} has 3 trainings that were tested on these bars"
+    assert found.source == f"{path} has 3 training runs tested on these bars"
     assert count_trials(path, [trial(1)]).count == 2
     assert count_trials(tmp_path / "none.jsonl", [trial(1)]).count == 1
 

@@ -231,11 +231,11 @@ def test_state_saved_before_the_first_step_carries_the_seed() -> None:
 def test_foreign_states_are_refused_and_other_devices_announced() -> None:
     model = small_network()
     optimizer = UPGD(model.parameters(), seed=3)
-    with pytest.raises(ConfigError, match="not that of a UPGD"):
+    with pytest.raises(ConfigError, match="not saved by a UPGD"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
     elsewhere = optimizer.state_dict()
     elsewhere["generators"] = {"cuda:0": elsewhere["generators"]["cpu"]}
-    with pytest.warns(UserWarning, match=r"drawn on cuda:0 .* on cpu start anew from seed 3"):
+    with pytest.warns(UserWarning, match=r"drawn on cuda:0 .* on cpu restart from seed 3"):
         optimizer.load_state_dict(elsewhere)
 
 

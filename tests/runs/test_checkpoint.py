@@ -96,11 +96,11 @@ def flip(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "flipped byte": (lambda step: flip(step / "weights.safetensors"), "weights.safetensors: its SHA-256 is not"),
+    "flipped byte": (lambda step: flip(step / "weights.safetensors"), "weights.safetensors: its SHA-256 differs"),
     "flipped manifest": (lambda step: flip(step / "manifest.json"), "manifest.json: (its content|not readable)"),
     "truncated": (lambda step: os.truncate(step / "state.safetensors", 100), "100 bytes long; .* were written"),
     "missing file": (lambda step: (step / "state.safetensors").unlink(), "state.safetensors is missing"),
-    "missing": (lambda step: shutil.rmtree(step), "latest names step_144, and there is no such checkpoint"),
+    "missing": (lambda step: shutil.rmtree(step), "latest names step_144, which does not exist"),
     "link": (lambda step: (step.rename(step.parent / "x"), step.symlink_to("x")), "symbolic link"),
     "older format": (
         lambda step: (step / "manifest.json").write_text('{"format": 0}'),
@@ -136,7 +136,9 @@ def test_when_nothing_is_intact_it_says_so(store: CheckpointStore, agent: Any, m
 def test_latest_can_name_nothing_but_a_checkpoint(store: CheckpointStore, agent: Any, text: str) -> None:
     save_steps(store, agent, [None])
     (store.run / "latest").write_text(text)
-    with pytest.raises(CheckpointError, match=r"latest: .*(names no checkpoint; the newest intact|at most 100)"):
+    with pytest.raises(
+        CheckpointError, match=r"latest: .*(is not the name of a checkpoint; the newest intact|at most 100)"
+    ):
         store.newest()
     (store.run / "latest").unlink()
     (store.run / "latest").symlink_to("checkpoints")
@@ -185,12 +187,12 @@ def test_other_data_is_refused(store: CheckpointStore, agent: Any, make_agent: A
     save_steps(store, agent, [None])
     other = make_agent(make_market(1_200, seed=12).bars)
     with pytest.raises(
-        CheckpointError, match=r"step_48: made with other bars: their SHA-256 was \w{12}… and is \w{12}…"
+        CheckpointError, match=r"step_48: saved with different bars: their SHA-256 was \w{12}… and is \w{12}…"
     ):
         CheckpointStore(store.run, data_hashes(other.env)).restore(other, 48)
     assert data_hashes(make_agent(bars).env) == data_hashes(agent.env)
     changed = data_hashes(agent.env) | {"features": "0" * 64}
-    with pytest.raises(CheckpointError, match="made with other features"):
+    with pytest.raises(CheckpointError, match="saved with different features"):
         CheckpointStore(store.run, changed).restore(agent, 48)
 
 

@@ -166,7 +166,7 @@ def test_a_disk_without_space_ends_the_run_with_status_1_and_an_intact_checkpoin
         check=False,
     )
     assert result.returncode == 1, result.stderr
-    assert "No space left on device. The run has ended; the checkpoint of step" in result.stderr
+    assert "No space left on device. The run has stopped; the checkpoint of step" in result.stderr
     assert "Traceback" not in result.stderr
     store = CheckpointStore(place / "kept" / "full", {})
     assert store.newest() == store.newest_intact()

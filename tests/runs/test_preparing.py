@@ -108,7 +108,7 @@ def test_other_settings_than_it_was_prepared_with_are_refused_by_name(files: Pat
         name = change.partition("=")[0]
         with pytest.raises(ConfigError, match=f"{name}: .*was prepared with"):
             split_of(settings(change), market)
-    with pytest.raises(ConfigError, match=r"market\.impact: 0\.5 is asked for.*prepared with 1\.0"):
+    with pytest.raises(ConfigError, match=r"market\.impact: 0\.5 is requested.*prepared with 1\.0"):
         tg.TradingEnv(market, tg.MarketConfig(impact=0.5))
     with pytest.raises(ConfigError, match="holds float32"):
         tg.TradingEnv(market, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_damage_is_named(prepared: Path) -> None:
     with pytest.raises(BarsError, match=r"train/features: [\d,]+ bytes long; [\d,]+ were written"):
         tg.TradingEnv(prepared)
     features.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    with pytest.raises(BarsError, match=r"train/features: its SHA-256 is not the manifest's"):
+    with pytest.raises(BarsError, match=r"train/features: its SHA-256 differs from the manifest"):
         open_market(prepared).verify()
     features.unlink()
     with pytest.raises(BarsError, match=r"train/features: cannot be read"):
@@ -200,7 +200,7 @@ def test_a_strangers_shapes_cannot_reach_beyond_an_array(prepared: Path) -> None
         entry["shape"] = [entry["shape"][0] // 2, entry["shape"][1] * 2]
 
     forged(prepared, shorter)
-    with pytest.raises(BarsError, match="train/features: of shape"):
+    with pytest.raises(BarsError, match="train/features: shape"):
         tg.TradingEnv(prepared)
 
 
@@ -217,7 +217,7 @@ def test_a_place_that_is_taken_is_left_alone(files: Path, tmp_path: Path, prepar
     assert (prepared / "market.json").read_bytes() == before
     prepare_market(config, prepared, replace=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="Nothing was left behind"):
+    with pytest.raises(RunError, match="No partial output is left"):
         prepare_market(config, tmp_path / "file" / "market")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "market", "mine"]
 
@@ -262,7 +262,7 @@ def test_a_feature_that_never_forgets_is_refused(files: Path, tmp_path: Path) ->
     feature("highest_ever")(lambda: pl.col("close") / pl.col("high").cum_max())
     try:
         config = settings(f"data.path={files / 'one.parquet'}", "data.features=[highest_ever]")
-        with pytest.raises(FeatureError, match=r"'highest_ever' at .* remembers more than its warm-up"):
+        with pytest.raises(FeatureError, match=r"'highest_ever' at .* depends on more history than its warm-up"):
             prepare_market(config, tmp_path / "market", rows=1_000)
     finally:
         del FEATURES["highest_ever"]

@@ -40,15 +40,29 @@ TINY = (
     "ppo.network.hidden=[4]",
     "ppo.network.lstm_size=4",
     "ppo.network.quantiles=4",
+    "pathwise.n_steps=8",
+    "pathwise.minibatch_size=16",
+    "pathwise.network.hidden=[4]",
+    "pathwise.network.lstm_size=4",
+    "pathwise.network.quantiles=4",
     "training.total_timesteps=64",
     "training.threads=1",
 )
-LEGAL_TOGETHER = {
-    "ppo.baseline=distribution": ("ppo.network.critic=quantile",),
-    "ppo.upgd.step_factor=1": ("ppo.optimizer=upgd",),
-    "ppo.upgd.normalisation=minmax": ("ppo.optimizer=upgd",),
+NEEDED_BESIDE = {
+    "baseline=distribution": ("network.critic=quantile",),
+    "upgd.step_factor=1": ("optimizer=upgd",),
+    "upgd.normalisation=minmax": ("optimizer=upgd",),
+    "network.twin_trunk=own": ("network.twin_critics=true",),
 }
-"""Settings that a choice needs beside it."""
+"""Settings of a learner that a choice needs beside it."""
+
+
+def beside(choice: str) -> tuple[str, ...]:
+    """What must be set with a choice for it to be legal and to act; a learner's choice needs that learner."""
+    learner, _, own = choice.partition(".")
+    if learner not in ("ppo", "pathwise"):
+        return ()
+    return (f"learner={learner}", *(f"{learner}.{setting}" for setting in NEEDED_BESIDE.get(own, ())))
 
 
 def choices(kind: type, prefix: str = "") -> list[str]:
@@ -89,7 +103,7 @@ def to_the_report(tmp_path: Path, *changes: str) -> str:
     """Train, judge and report; returns "refused" if that was said before the first step."""
     overrides = [*TINY, *changes]
     for change in changes:
-        overrides += LEGAL_TOGETHER.get(change, ())
+        overrides += beside(change)
     folder = tmp_path / "run"
     try:
         result = train(load_config(overrides=overrides), folder, Console(quiet=True))

@@ -153,7 +153,7 @@ def test_a_damaged_checkpoint_is_passed_over_only_with_consent(
     newest = (folder / "latest").read_text().strip()
     os.truncate(folder / "checkpoints" / newest / "state.safetensors", 1000)
     with pytest.raises(
-        CheckpointError, match=r"1,000 bytes long; .* the newest intact checkpoint is step_.* --yes goes"
+        CheckpointError, match=r"1,000 bytes long; .* the newest intact checkpoint is step_.* --yes resumes"
     ):
         resume_run(folder, Console(quiet=True))
     assert (folder / "checkpoints" / newest).is_dir()
@@ -169,7 +169,7 @@ def test_other_bars_in_the_file_are_noticed(tmp_path: Path, small_config: Any, q
     config = small_config(f"data.path={tmp_path / 'bars.parquet'}", "training.total_timesteps=256")
     train(config, tmp_path / "run", quiet)
     make_market(2_500, seed=2).save(tmp_path / "bars.parquet")
-    with pytest.raises(CheckpointError, match="step_256: made with other bars"):
+    with pytest.raises(CheckpointError, match="step_256: saved with different bars"):
         resume_run(tmp_path / "run", quiet)
 
 
@@ -226,8 +226,8 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_intact(
             train(small_config(), folder, quiet)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large. The run has ended; the checkpoint of step" in str(found.value)
-    assert "is intact. Make room" in str(found.value)
+    assert "File too large. The run has stopped; the checkpoint of step" in str(found.value)
+    assert "is intact. Free disk space" in str(found.value)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))
     try:
         with pytest.raises(RunError, match="File too large"):  # the disk is full still
@@ -247,7 +247,7 @@ def test_a_folder_that_becomes_read_only_ends_the_run_with_the_last_checkpoint_i
     with (
         unprivileged(folder) as lock_out,
         when((folder / "latest").exists, lock_out),
-        pytest.raises(RunError, match=r"Permission denied\. The run has ended; the checkpoint of step .* is intact"),
+        pytest.raises(RunError, match=r"Permission denied\. The run has stopped; the checkpoint of step .* is intact"),
     ):
         train(small_config(), folder, quiet)
     resume_run(folder, quiet)

@@ -73,11 +73,11 @@ def test_the_verdict_says_on_which_side_of_buy_and_hold_the_agent_is(bars, finis
         (
             -0.8,
             0.9,
-            "Its Sharpe ratio is 0.80 below that of buy & hold, which chance explains well enough (p = 0.1)",
+            "Its Sharpe ratio is 0.80 below that of buy & hold, which is within noise (p = 0.1)",
         ),
         (-0.8, 0.999, "Its Sharpe ratio is 0.80 below that of buy & hold (p = 0.0015)"),
         (0.8, 0.03, "Its Sharpe ratio is 0.80 above that of buy & hold (p = 0.03)"),
-        (0.8, 0.3, "Its Sharpe ratio is 0.80 above that of buy & hold, which chance explains well enough (p = 0.3)"),
+        (0.8, 0.3, "Its Sharpe ratio is 0.80 above that of buy & hold, which is within noise (p = 0.3)"),
     ):
         told = replace(found.beaten["buy & hold"], estimate=estimate, p_value=p_value, resamples=2_000)
         said = verdict(RunResult(result.folder, result.agent, replace(found, beaten={"buy & hold": told})))

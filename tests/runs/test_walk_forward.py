@@ -123,11 +123,11 @@ def test_a_killed_fold_goes_on_exactly(tmp_path: Path, small_config: Any) -> Non
 def test_other_settings_other_folders_and_damage_are_named(
     config: RunConfig, market: Bars, folder: Path, small_config: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"begun with other settings: ppo\.gamma was 0\.99 and is 0\.9"):
+    with pytest.raises(ConfigError, match=r"started with other settings: ppo\.gamma was 0\.99 and is 0\.9"):
         run_walk_forward(small_config("ppo.gamma=0.9"), market, folder, PLAN, QUIET)
-    with pytest.raises(ConfigError, match="begun with other sizes: folds was 2 and is 4"):
+    with pytest.raises(ConfigError, match="started with other sizes: folds was 2 and is 4"):
         run_walk_forward(config, market, folder, Plan(folds=4, train=1_400), QUIET)
-    with pytest.raises(ConfigError, match="begun with other bars: sha256 was"):
+    with pytest.raises(ConfigError, match="started with other bars: sha256 was"):
         run_walk_forward(config, tg.make_market(2_500, seed=5).bars, folder, PLAN, QUIET)
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds no walk forward"):
@@ -159,5 +159,5 @@ def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig,
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "{" * 100_000, "\x00"])
 def test_a_damaged_plan_is_named_with_the_way_out(config: RunConfig, tmp_path: Path, text: str) -> None:
     (tmp_path / "walk_forward.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"remove that folder to begin again, or choose another --name"):
+    with pytest.raises(ConfigError, match=r"remove that folder to start over, or choose another --name"):
         _claim(tmp_path, config, "0" * 64, PLAN, [])

@@ -27,7 +27,7 @@ Row = tuple[int, float, float, float, float, float]
 
 @dataclass(frozen=True)
 class Gap:
-    """Bars that are wanted and not there: `start <= open time < stop`, milliseconds."""
+    """Requested bars that are missing: `start <= open time < stop`, milliseconds."""
 
     start: int
     stop: int
@@ -66,7 +66,7 @@ class BarFile:
 
     @classmethod
     def open(cls, path: Path, symbol: str, step: int) -> BarFile:
-        """The file as it is, or an empty one; refused when it holds something else than this symbol's bars."""
+        """The file as it is, or an empty one; refused if it holds anything but this symbol's bars."""
         if not path.exists():
             return cls(path, symbol, pl.DataFrame(schema=_COLUMNS))
         advice = "choose another name for this download"
@@ -104,7 +104,7 @@ class BarFile:
         self._fresh.extend(rows)
 
     def save(self) -> None:
-        """Write what is new, all or nothing."""
+        """Write the new bars atomically."""
         if not self._fresh:
             return
         fresh = (

@@ -17,7 +17,7 @@ from tailguard.data.mapped import map_array
 from tailguard.errors import BarsError
 
 COLUMNS = ("time", *REQUIRED, *OPTIONAL, "segment")
-"""Columns of a symbol, each a file of its own; those of `OPTIONAL` where the source had them."""
+"""Columns of a symbol, each in its own file; those of `OPTIONAL` if the source has them."""
 
 
 def column_type(name: str) -> str:
@@ -92,7 +92,7 @@ class BarStore:
         return Bars(frame, self.frequency, self.source, None if first is None else moment(first))
 
     def sample(self) -> Bars:
-        """The first bar of each symbol: enough to tell which columns there are."""
+        """The first bar of each symbol, which shows the available columns."""
         frame = pl.concat([one.frame(0, 1) for one in self.series])
         return Bars(frame, self.frequency, self.source)
 
@@ -114,7 +114,7 @@ def moment(time_ms: int) -> datetime:
 
 
 class Times(Sequence[datetime]):
-    """Times in ms [T] that read as datetimes, one by one."""
+    """Times in ms [T], converted to datetimes one by one."""
 
     def __init__(self, values: NDArray[np.int64]) -> None:
         self.values = values

@@ -1,8 +1,8 @@
 """Checks for hard errors: bars that fail one of these cannot be traded on. Each takes the rows of one symbol.
 
 A frame to check has the columns of `Bars` less `segment`, in the order of the user's file, and three that say where a
-row comes from: `file`, `row` (1-based, header not counted) and `unreadable` (what stood there when a value could not
-be read, else null).
+row comes from: `file`, `row` (1-based, header not counted) and `unreadable` (the text of a value that could not be
+read, else null).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Gaps = Literal["error", "split"]
 
 PRICES = ("open", "high", "low", "close")
 ROUNDING = 1e-9
-"""Relative size below which high < low, or a close above the high, is floating-point dust of adjusted prices."""
+"""Relative size below which high < low, or a close above the high, is a rounding error of adjusted prices."""
 
 CLOSE_STAMPS = (1, 1_000)
-"""Milliseconds before the next bar at which exchanges stamp a bar with its close."""
+"""Milliseconds before the next bar at which exchanges stamp a bar with its close time."""
 
 
 def most_common_step(*times: pl.Series) -> timedelta | None:
@@ -37,7 +37,7 @@ def most_common_step(*times: pl.Series) -> timedelta | None:
 
 
 def check_values(bars: pl.DataFrame) -> Check:
-    """Every value of every column is there and could be read."""
+    """Every value of every column is present and readable."""
     columns = [name for name in ("time", "symbol", *REQUIRED, *OPTIONAL) if name in bars.columns]
 
     def describe(row: Row) -> str:
@@ -46,7 +46,7 @@ def check_values(bars: pl.DataFrame) -> Check:
 
     return judge(
         "values",
-        "all there, all numbers",
+        "all present, all numeric",
         bars.filter(pl.any_horizontal(pl.col(columns).is_null())),
         describe,
         fault="with missing or unreadable values",
@@ -55,7 +55,7 @@ def check_values(bars: pl.DataFrame) -> Check:
 
 
 def check_duplicates(bars: pl.DataFrame) -> Check:
-    """No time comes twice."""
+    """No time occurs twice."""
     again = _not_rising(bars).filter(pl.col("repeats"))
     earlier = {}
     if again.height:
@@ -69,24 +69,24 @@ def check_duplicates(bars: pl.DataFrame) -> Check:
 
     return judge(
         "duplicates",
-        "every time once",
+        "no duplicate times",
         again,
         describe,
-        fault="with a time that was there before",
-        remedy="Keep one bar for each time; where files overlap, cut one of them.",
+        fault="with a duplicate time",
+        remedy="Keep one bar per time; where files overlap, trim one of them.",
     )
 
 
 def check_order(bars: pl.DataFrame) -> Check:
-    """Times go up; a bar that repeats an earlier time is left to `check_duplicates`."""
+    """Times increase; a bar that repeats an earlier time is left to `check_duplicates`."""
     found = _not_rising(bars).filter((pl.col("time") < pl.col("before")) & ~pl.col("repeats"))
     backwards = found.height > 1 and found.height == bars.height - 1
     return judge(
         "order",
         "oldest first",
         found,
-        lambda row: f"earlier than the bar before it ({time_label(row['before'])})",
-        fault="earlier than the one before" + (": the newest come first" if backwards else ""),
+        lambda row: f"earlier than the previous bar ({time_label(row['before'])})",
+        fault="earlier than the previous one" + (": the newest come first" if backwards else ""),
         remedy="Sort the file by time, oldest first.",
     )
 
@@ -106,17 +106,17 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
     step = pl.col("time").diff()
     if common != frequency:
         found = bars.with_columns(step=step).filter(step != frequency)
-        fault = f"not {label} after the one before; most are {frequency_label(common)} apart"
+        fault = f"not {label} after the previous one; most are {frequency_label(common)} apart"
 
         def describe(row: Row) -> str:
-            return f"{frequency_label(row['step'])} after the bar before it, not {label}"
+            return f"{frequency_label(row['step'])} after the previous bar, not {label}"
     else:
         length = frequency // timedelta(milliseconds=1)
         phase = bars["time"].to_physical() % length
         usual = phase.drop_nulls().mode().sort().first()
         if isinstance(usual, int) and length - usual in CLOSE_STAMPS and usual > 0:
             return _close_stamped(bars, frequency, length - usual)
-        # Where no time can be read there is no grid; the check of times names them.
+        # Without a readable time there is no grid; the check of values names these rows.
         found = bars.filter(pl.lit(False) if usual is None else phase != usual)
         fault = f"off the {label} grid"
 
@@ -129,7 +129,7 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
         found,
         describe,
         fault=fault,
-        remedy="All bars, of all symbols, need one frequency; resample at the source or load the files apart.",
+        remedy="All bars, of all symbols, need one frequency; resample at the source or load the files separately.",
     )
 
 
@@ -140,9 +140,9 @@ def _close_stamped(bars: pl.DataFrame, frequency: timedelta, early: int) -> Chec
         "frequency",
         f"all on the {label} grid",
         bars.filter(pl.col("time").is_not_null()),
-        lambda row: f"{row['time']:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " is the end of a bar, not its opening",
-        fault="stamped with their close",
-        remedy=f"Times must be the opening of the bar: subtract {shift} from every time.",
+        lambda row: f"{row['time']:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " is the close time of a bar, not its open time",
+        fault="stamped with their close time",
+        remedy=f"Times must be open times: subtract {shift} from every time.",
     )
 
 
@@ -195,9 +195,9 @@ def sound_prices() -> pl.Expr:
 def check_ranges(bars: pl.DataFrame) -> Check:
     """low ≤ open, close ≤ high, beyond rounding."""
     top, bottom = pl.col("high") * (1 + ROUNDING), pl.col("low") * (1 - ROUNDING)
-    # With high < low, open and close cannot but lie outside.
+    # With high < low, open and close are always outside.
     outside = pl.any_horizontal((pl.col(name) > top) | (pl.col(name) < bottom) for name in ("open", "close"))
-    # A price that is none is the business of `check_prices`.
+    # `check_prices` handles invalid prices.
     judged = sound_prices()
 
     def describe(row: Row) -> str:
@@ -243,7 +243,7 @@ def check_volume(bars: pl.DataFrame) -> Check:
 
 
 def check_times(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> list[Check]:
-    """The checks that the times of one symbol must pass before anything can be done with its bars."""
+    """The checks that the times of one symbol must pass before its bars can be used."""
     checks = [check_order(bars), check_duplicates(bars)]
     if any(check.level == "error" for check in checks):
         return [*checks, skipped("frequency"), skipped("gaps"), skipped("sessions")]

@@ -35,7 +35,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     ),
     "funding_rate": ("funding_rate", "funding"),
 }
-"""Field to the names it goes by, the preferred first. Case, spaces, dots, dashes and underscores do not matter."""
+"""Accepted names of each field, the preferred first. Case, spaces, dots, dashes and underscores do not matter."""
 
 BINANCE_KLINES = (
     *("open_time", "open", "high", "low", "close", "volume", "close_time", "quote_asset_volume", "number_of_trades"),
@@ -64,7 +64,7 @@ class Recognised:
 
 
 def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised:
-    """Find the bars' fields among `columns`; a required one that is missing is an error naming what would do.
+    """Find the bars' fields among `columns`; a missing required field is an error that lists the accepted names.
 
     `symbol`: one of the table's symbols. `Volume BTC` and `Volume USDT` of BTCUSDT are its base and quote volume.
     """
@@ -87,7 +87,7 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
 
 
 def _volumes(columns: Sequence[str], symbol: str) -> dict[str, str]:
-    """Columns named after the currency they count, where the symbol says which is the base and which the quote."""
+    """Columns named after the currency they count, where the symbol gives base and quote currency."""
     pair, found = _key(symbol), {}
     for column in columns:
         currency = _key(column).removeprefix("volume") if _key(column).startswith("volume") else ""
@@ -107,14 +107,14 @@ def symbol_column(columns: Sequence[str]) -> str | None:
 
 
 def is_time_name(name: str) -> bool:
-    """Whether a column of this name is taken for the times."""
+    """Whether a column of this name holds the times."""
     return _key(name) in map(_key, ACCEPTED["time"])
 
 
 def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Series]:
-    """The numeric ones among the columns that are no field of bars, as Float64: features of one's own may need them.
+    """Numeric columns that are not fields of bars, as Float64, for custom features.
 
-    Other names of a field and columns that tell nothing are left out.
+    Alternative names of a field and columns without information are left out.
     """
     known = {_key(name) for names in ACCEPTED.values() for name in names} | set(map(_key, RESERVED))
     found = {}
@@ -158,10 +158,10 @@ def read_numbers(column: pl.Series) -> pl.Series:
 
 
 def read_times(column: pl.Series) -> pl.Series:
-    """`column` as UTC milliseconds; what cannot be read, or is finer than a millisecond, becomes null.
+    """`column` as UTC milliseconds; unreadable values, and those finer than a millisecond, become null.
 
-    Numbers count from 1970 in the unit their size betrays (s, ms, µs or ns; one unit a file). Text is ISO 8601, or
-    dates like 1/31/1999 or 31.1.1999 where the days tell which number is the month. Times without a zone are UTC.
+    Numbers count from 1970 in a unit inferred from their size (s, ms, µs or ns; one unit per file). Text is ISO 8601,
+    or dates like 1/31/1999 or 31.1.1999 where the days show which number is the month. Times without a zone are UTC.
     """
     dtype = column.dtype
     if isinstance(dtype, (pl.String, pl.Categorical, pl.Enum)):
@@ -229,8 +229,8 @@ def _from_dates(text: pl.Series) -> pl.Series:
     assert isinstance(two, int)
     if max(one, two) <= 12:
         raise BarsError(
-            f"column {column_label(text.name)!r}: {dates[0]!r} can be read as month/day or as day/month, and so can "
-            "all others; write ISO dates like 1999-01-31"
+            f"column {column_label(text.name)!r}: {dates[0]!r} is ambiguous (month/day or day/month), and so are all "
+            "the others; write ISO dates like 1999-01-31"
         )
     order = "%m/%d/%Y" if two > 12 else "%d/%m/%Y"
     example = re.match(layout, dates[0])

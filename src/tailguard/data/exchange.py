@@ -1,4 +1,4 @@
-"""One market of one exchange, through ccxt: its bars page by page, insisting where the network fails."""
+"""One market of one exchange, through ccxt: its bars page by page, with retries when the network fails."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tailguard.validate import check_count, check_range
 LONGEST_WAIT = 60.0
 """Seconds; exchanges lift their limits every minute."""
 USUAL_PAGE = 500
-"""Bars to ask for where the exchange does not say how many it gives."""
+"""Bars per request where the exchange does not state its page size."""
 FIRST_ATTEMPTS = 3
-"""Requests before giving up on an exchange that has never answered: it is not there, or we are offline."""
+"""Requests before giving up on an exchange that has never answered: it does not exist, or we are offline."""
 LONGEST_REASON = 200
-"""Characters of an exchange's error message that are repeated."""
+"""Longest part of an exchange's error message to quote, in characters."""
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
@@ -35,12 +35,12 @@ class FetchError(TailguardError):
 
 @dataclass(frozen=True)
 class Retry:
-    """How long to insist when the exchange does not answer."""
+    """Retry policy when the exchange does not answer."""
 
     attempts: int = 8
     """Requests before giving up."""
     wait: float = 1.0
-    """Seconds before the second attempt; it doubles from one to the next, up to a minute."""
+    """Seconds before the second attempt; it doubles at each attempt, up to a minute."""
 
     def __post_init__(self) -> None:
         check_count("retry.attempts", self.attempts)
@@ -59,12 +59,12 @@ class Exchange:
     step: int
     """Length of a bar, milliseconds."""
     page: int
-    """Bars to ask for at once."""
+    """Bars per request."""
     now: int
     """The exchange's clock at the start of the download, milliseconds."""
     retry: Retry
     say: Say
-    """Told of every attempt that failed."""
+    """Called with a message on every failed attempt."""
 
     @property
     def complete(self) -> int:
@@ -95,7 +95,7 @@ class Exchange:
             timeframe=timeframe,
             step=step,
             page=client.feature_value(symbol, "fetchOHLCV", "limit", USUAL_PAGE) or USUAL_PAGE,
-            # The local clock may run ahead and take a bar for complete that is still forming.
+            # The local clock may be ahead and treat a bar as complete that is still forming.
             now=_insist(client, ccxt, client.fetch_time, retry, say)
             if client.has.get("fetchTime")
             else client.milliseconds(),
@@ -106,8 +106,8 @@ class Exchange:
     def pages(self, gap: Gap, known: Row | None) -> Iterator[list[Row]]:
         """The bars of a gap, page by page, each bar once and in order.
 
-        Every page is asked for from the last bar that is known, so that bar must be in it: an exchange that begins its
-        page later would leave a hole, and one that gives the bar with other values gives two answers.
+        Every page is requested from the last known bar, so that bar must be in it: a page that starts later would leave
+        a gap, and a bar with other values contradicts the earlier answer.
         """
         since = gap.start
         while since < gap.stop:
@@ -119,13 +119,13 @@ class Exchange:
                 since = known[0] + gap.step
             elif rows and rows[-1][0] >= gap.stop:
                 return
-            elif known:  # the bar that is known and no other: ask for what comes after it
+            elif known:  # only the known bar: request the bars after it
                 known = None
             else:  # nothing traded or recorded for a whole page
                 since += self.page * gap.step
 
     def _following(self, known: Row) -> list[Row]:
-        """A page that joins the known bar without a hole; it is asked for three times, lastly from a bar earlier."""
+        """A page that follows the known bar without a gap; up to three requests, the last one from a bar earlier."""
         moment = known[0]
         rows: list[Row] = []
         for asked in (moment, moment, moment - self.step):
@@ -133,13 +133,13 @@ class Exchange:
             again = next((row for row in rows if row[0] == moment), None)
             if again is not None and again != known:
                 raise FetchError(self._contradiction(known, again))
-            # Some exchanges give what comes after the time that was asked for.
+            # Some exchanges return only bars after the requested time.
             if again is not None or (rows and rows[0][0] == moment + self.step):
                 return rows
         got = f"got bars from {iso(rows[0][0])}" if rows else "got none"
         raise FetchError(
-            f"{self.client.id} {self.symbol}: asked for bars from {iso(moment)}, one it gave before, and {got}; its "
-            "pages do not advance without holes. Try again later, or another timeframe"
+            f"{self.client.id} {self.symbol}: asked for bars from {iso(moment)}, a time that it returned before, and "
+            f"{got}; its pages have gaps. Try again later, or use another timeframe"
         )
 
     def _ask(self, since: int) -> list[Row]:
@@ -152,7 +152,7 @@ class Exchange:
         )
         if not isinstance(answer, list | tuple) or not all(isinstance(candle, list | tuple) for candle in answer):
             said = repr(answer)[:LONGEST_REASON]
-            raise FetchError(f"{self.client.id} {self.symbol}: the answer is not a list of bars: {said}")
+            raise FetchError(f"{self.client.id} {self.symbol}: the response is not a list of bars: {said}")
         rows: dict[int, Row] = {}
         for candle in answer:
             row = self._row(candle)
@@ -161,7 +161,7 @@ class Exchange:
         return [rows[moment] for moment in sorted(rows)]
 
     def _row(self, candle: list[Any] | tuple[Any, ...]) -> Row:
-        """A bar as numbers; what is none is an error, so that it never reaches the file."""
+        """A bar as numbers; anything else is an error and is never written to the file."""
         opened, *values = candle or [None]
         if isinstance(opened, bool) or not isinstance(opened, int | float) or not math.isfinite(opened):
             raise FetchError(f"{self.client.id} {self.symbol}: a bar without a time: {list(candle)}")
@@ -183,16 +183,16 @@ class Exchange:
     def _contradiction(self, before: Row, after: Row) -> str:
         return (
             f"{self.client.id} {self.symbol}: two different bars at {iso(before[0])}: {', '.join(VALUES)} were "
-            f"{before[1:]} and are now {after[1:]}. If the file is of another market or was edited, begin a new one"
+            f"{before[1:]} and are now {after[1:]}. If the file holds another market or was edited, start a new file"
         )
 
 
 def _insist(
     client: Any, errors: Any, request: Callable[[], Result], retry: Retry, say: Say, first: bool = False
 ) -> Result:
-    """Repeat a request while the network or the exchange's limits are in the way, waiting longer each time.
+    """Repeat a request on network errors and rate limits, with growing pauses.
 
-    `first`: nothing has come from the exchange yet, so that fewer attempts will do.
+    `first`: the exchange has not answered yet; fewer attempts are made.
     """
     wait = retry.wait
     attempts = min(retry.attempts, FIRST_ATTEMPTS) if first else retry.attempts
@@ -203,13 +203,13 @@ def _insist(
             reason = _reason(error)
             if attempt == attempts and first:
                 raise FetchError(
-                    f"{client.id} could not be reached in {attempt} attempts, at last {reason}. Check the internet "
-                    "connection, a proxy or firewall, and whether the exchange is open to your country"
+                    f"{client.id} could not be reached in {attempt} attempts; last error: {reason}. Check the "
+                    "internet connection, a proxy or firewall, and whether the exchange is open to your country"
                 ) from error
             if attempt == attempts:
                 raise FetchError(
-                    f"{client.id} did not answer in {attempt} attempts, at last {reason}. "
-                    "Complete bars fetched so far are in the file: the same command goes on from there"
+                    f"{client.id} did not answer in {attempt} attempts; last error: {reason}. "
+                    "Complete bars fetched so far are in the file: the same command resumes from there"
                 ) from error
             limited = isinstance(error, errors.DDoSProtection | errors.RateLimitExceeded)
             pause = min(max(wait, _retry_after(client) if limited else 0.0), LONGEST_WAIT)
@@ -229,7 +229,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after(client: Any) -> float:
-    """Seconds the last answer asked to wait, 0 when it did not say."""
+    """Seconds to wait according to the last response, 0 if it did not say."""
     headers = {name.lower(): value for name, value in (client.last_response_headers or {}).items()}
     asked = str(headers.get("retry-after", ""))
     return float(asked) if asked.isdigit() else 0.0
@@ -238,7 +238,7 @@ def _retry_after(client: Any) -> float:
 def _known(what: str, name: str, names: list[str]) -> None:
     if name not in names:
         near = get_close_matches(name, names, n=3, cutoff=0.5) or sorted(names)[:8]
-        raise ConfigError(f"{what}: {name!r} is unknown; near it are {', '.join(near)}")
+        raise ConfigError(f"{what}: {name!r} is unknown; similar names: {', '.join(near)}")
 
 
 def moment_of(milliseconds: int) -> datetime:

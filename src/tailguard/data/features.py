@@ -49,7 +49,7 @@ def available_features(bars: Bars) -> tuple[str, ...]:
 
 
 def longest_warmup(bars: Bars, names: Sequence[str] | None = None) -> int:
-    """Bars of history that the first traded bar needs before it for all its features to be defined."""
+    """Bars of history before the first traded bar that define all its features."""
     return max(entry.warmup for entry in _chosen(bars, names))
 
 
@@ -57,7 +57,7 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
     """The features of these bars, aligned with `bars.panel(accounts)`.
 
     Columns come symbol by symbol in the order of `names`, market-wide ones once at the end. Nothing is filled in: rows
-    that lack a value are marked in `valid`, and a value that is missing after its declared warm-up is an error.
+    with a missing value are marked in `valid`, and a missing value after the declared warm-up is an error.
 
     Args:
         bars: a lead-in of `longest_warmup` bars before the first traded one makes all traded rows valid.
@@ -98,14 +98,14 @@ def common_times(bars: Bars) -> pl.Series:
 
 @dataclass(frozen=True)
 class Leak:
-    """A value that moved although only later bars were changed."""
+    """A value that changed although only later bars were modified."""
 
     feature: str
     cut: datetime
     """Bars after this time were changed or removed."""
     symbol: str
     time: datetime
-    """Bar whose value moved, at or before the cut."""
+    """Bar whose value changed, at or before the cut."""
     before: float
     after: float
 
@@ -117,10 +117,10 @@ class Leak:
 
 
 def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int = 20, seed: int = 0) -> list[Leak]:
-    """Change the future, compare the past: the first leak found of each feature that looks ahead, bit for bit.
+    """Find features that look ahead: modify later bars and compare earlier values, bit for bit.
 
-    A probe picks a bar and computes the features twice more: with wild values in every column of every later bar, and
-    with the later bars gone. No value at or before the picked bar may differ from the first computation.
+    A probe picks a bar and computes the features twice more: with extreme values in every column of every later bar,
+    and without the later bars. No value at or before the picked bar may differ. Returns the first leak of each feature.
     """
     chosen = _chosen(bars, names)
     frame = bars.frame
@@ -131,7 +131,7 @@ def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int
     cuts = frame.filter(telling)["time"].unique().sort()
     if cuts.is_empty():
         needed = max(entry.warmup for entry in chosen) + 2
-        raise ConfigError(f"{bars.source}: looking for leaks needs {needed:,} bars without a gap; there are fewer")
+        raise ConfigError(f"{bars.source}: the look-ahead check needs {needed:,} bars without a gap; there are fewer")
     generator = np.random.default_rng(seed)
     leaks: dict[str, Leak] = {}
     for cut in cuts.gather(generator.integers(len(cuts), size=probes)):
@@ -150,7 +150,7 @@ def _chosen(bars: Bars, names: Sequence[str] | None) -> tuple[Feature, ...]:
             if column not in bars.frame.columns:
                 hint = "" if column in OPTIONAL else ". A prepared market keeps no columns beyond those of bars"
                 raise ConfigError(
-                    f"feature {entry.name!r} needs the column {column!r}, which {bars.source} has not{hint}"
+                    f"feature {entry.name!r} needs the column {column!r}, which {bars.source} does not have{hint}"
                 )
     return chosen
 
@@ -187,7 +187,7 @@ def _check_defined(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -
         raise FeatureError(
             f"{bars.source}: feature {entry.name!r} is {values[row]} for {symbol} at {time:%Y-%m-%d %H:%M}, bar "
             f"{position[row] + 1:,} of its stretch, and on {len(undefined):,} bars in all, although its warm-up is "
-            f"{entry.warmup}. Raise warmup=, or say what a division by zero means: ratio(a, b, otherwise=0.0)"
+            f"{entry.warmup}. Raise warmup=, or define the result of a division by zero: ratio(a, b, otherwise=0.0)"
         )
 
 

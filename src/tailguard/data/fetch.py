@@ -1,7 +1,7 @@
 """Bars from an exchange, through ccxt, into one Parquet file that survives interruptions.
 
-The file holds only complete bars. Every run asks for the bars of the wanted period that the file lacks, so the same
-command continues after a crash, extends the file later, and fills what an earlier run could not get.
+The file holds only complete bars. Every run requests the bars of the period that the file lacks, so the same
+command resumes after a crash, extends the file later, and fills in bars that an earlier run could not get.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FetchError", "Fetched", "Retry", "fetch", "parse_time"]
 
 @dataclass(frozen=True)
 class Fetched:
-    """What a download left in the file."""
+    """Result of a download."""
 
     path: Path
     bars: int
@@ -38,12 +38,12 @@ class Fetched:
     first: datetime
     last: datetime
     missing: int
-    """Complete bars of the wanted period that the exchange did not give."""
+    """Complete bars of the period that the exchange did not return."""
 
     def __str__(self) -> str:
         text = f"{self.path}: {self.bars:,} bars, {self.first:%Y-%m-%d %H:%M} → {self.last:%Y-%m-%d %H:%M} UTC, "
         text += f"{self.added:,} of them new"
-        return f"{text}; the exchange did not give {self.missing:,} bars of the period" if self.missing else text
+        return f"{text}; the exchange did not return {self.missing:,} bars of the period" if self.missing else text
 
 
 def fetch(
@@ -59,16 +59,16 @@ def fetch(
     progress: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Fetched:
-    """Bring the bars with `start <= open time < stop` of one symbol into the Parquet file `out`.
+    """Download the bars with `start <= open time < stop` of one symbol to the Parquet file `out`.
 
     Args:
         exchange: ccxt's name of the exchange, such as `binance`.
         symbol: ccxt's name of the market: `BTC/USDT` is spot, `BTC/USDT:USDT` the perpetual.
         timeframe: the exchange's name of the bar length, such as `1h`.
-        out: the file to begin or to continue.
+        out: the file to create or extend.
         start: ISO date or time in UTC, or how long ago, such as `90d`.
         stop: the same, or `now`; the bar that is still forming is never included.
-        retry: how long to insist.
+        retry: number of attempts and pauses.
         save_every: pages after which the file is written, besides the end and any interruption.
         progress: show a progress bar and failed attempts on standard error.
         settings: anything ccxt's exchange class takes, such as a proxy.
@@ -76,7 +76,7 @@ def fetch(
     path = Path(out)
     check_writable(path)
     if path.suffix != ".parquet":
-        raise ConfigError(f"{path}: a download is kept as Parquet; name the file {path.with_suffix('.parquet').name}")
+        raise ConfigError(f"{path}: downloads are saved as Parquet; name the file {path.with_suffix('.parquet').name}")
     check_count("save_every", save_every)
     console = Console(stderr=True)
 
@@ -95,8 +95,8 @@ def fetch(
     present = file.bars
     gaps = missing_ranges(file.times, begin, end, source.step)
     with _progress(f"{exchange} {symbol} {timeframe}", sum(gap.bars for gap in gaps), console, progress) as advance:
-        # What did not come is asked for again, until a second question brings nothing: an answer may lack bars by
-        # accident, and only the exchange knows which bars it has.
+        # Request missing bars again until a second request brings nothing: a response may lack bars by accident,
+        # and only the exchange knows which bars it has.
         passes = 0
         while gaps:
             passes, before = passes + 1, file.bars
@@ -114,7 +114,7 @@ def fetch(
                 break
     if file.bars == 0:
         raise FetchError(
-            f"{exchange} gave no {symbol} {timeframe} bar from {iso(begin)} to {iso(end)}; was it listed then?"
+            f"{exchange} returned no {symbol} {timeframe} bar from {iso(begin)} to {iso(end)}; was it listed then?"
         )
     times = file.times
     return Fetched(

@@ -15,12 +15,12 @@ Row = dict[str, Any]
 _SEVERITY: dict[Level, int] = {"ok": 0, "skipped": 1, "warning": 2, "error": 3}
 CONTEXT = "context"
 SHOWN = 3
-"""Offenders a check names; the rest are counted."""
+"""Most rows that a check lists; the rest are counted."""
 
 
 @dataclass(frozen=True)
 class Offender:
-    """One place in the user's data that a check complains about."""
+    """One row of the user's data that fails a check."""
 
     file: str
     row: int
@@ -41,12 +41,12 @@ class Offender:
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found."""
+    """Result of one check."""
 
     name: str
     level: Level
     promise: str
-    """What holds for the bars when nothing was found."""
+    """Text shown when the check passes."""
     noun: str = "bar"
     """What is counted."""
     fault: str = ""
@@ -64,14 +64,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Span:
-    """What there is of one symbol."""
+    """Extent of one symbol's bars."""
 
     symbol: str
     first: datetime | None
     last: datetime | None
     bars: int
     missing: int
-    """Bars that the frequency promises between first and last, and that are not there."""
+    """Number of bars missing between first and last."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Report:
     ignored: tuple[str, ...] = ()
     """Columns of the files that are not used."""
     extra: tuple[str, ...] = ()
-    """Numeric columns of the files that only features of one's own use."""
+    """Numeric columns of the files that only custom features use."""
     notes: tuple[str, ...] = ()
-    """What else the user should know before trading on these bars."""
+    """Further notes for the user."""
 
     @property
     def errors(self) -> tuple[Check, ...]:
@@ -120,9 +120,9 @@ def judge(
     remedy: str,
     level: Level = "error",
 ) -> Check:
-    """The check's outcome from the rows that offend, if any.
+    """The check's result from the rows that fail, if any.
 
-    A column `context` marks rows that are there for their neighbours' sake, and are judged with another piece.
+    A column `context` marks rows that only provide context; they are checked with another piece.
     """
     if CONTEXT in found.columns:
         found = found.filter(~pl.col(CONTEXT))
@@ -136,8 +136,8 @@ def judge(
 
 
 def skipped(name: str) -> Check:
-    """A check that means nothing while the times are wrong."""
-    return Check(name, "skipped", "not judged until the times are right")
+    """A check that is not meaningful while the times are wrong."""
+    return Check(name, "skipped", "not checked until the times are correct")
 
 
 def merge(checks: Sequence[Check]) -> Check:
@@ -148,12 +148,12 @@ def merge(checks: Sequence[Check]) -> Check:
 
 
 def error_message(report: Report) -> str:
-    """What failed: the first offenders of each check, the count of the rest, and the way out."""
+    """Failed checks: the first rows of each, the count of the rest, and the remedy."""
     return "\n".join(line for check in report.errors for line in _lines(check))
 
 
 def warning_message(check: Check) -> str:
-    """What one check suspects."""
+    """The warning of one check."""
     return "\n".join(_lines(check))
 
 

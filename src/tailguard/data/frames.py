@@ -10,7 +10,7 @@ from tailguard.data.columns import is_time_name
 from tailguard.errors import BarsError
 
 Frame = Any
-"""A pandas DataFrame, or a Polars DataFrame or LazyFrame. pandas is not needed, so its type has no name here."""
+"""A pandas DataFrame, or a Polars DataFrame or LazyFrame. pandas is optional, so its type is not imported here."""
 
 
 def is_frame(data: object) -> bool:
@@ -18,7 +18,7 @@ def is_frame(data: object) -> bool:
 
 
 def frame_name(data: Frame) -> str:
-    """What messages call it."""
+    """Name for messages."""
     return "pandas frame" if _is_pandas(data) else "Polars frame"
 
 
@@ -50,7 +50,7 @@ def _is_pandas(data: object) -> bool:
 
 
 def _index(data: Frame) -> dict[str, pl.Series]:
-    """The index by name, unless it only numbers the rows; times are times, whatever their index is called."""
+    """The index as a named column, unless it only numbers the rows; a DatetimeIndex of any name holds the times."""
     index, found = data.index, {}
     if type(index).__name__ == "RangeIndex" and index.name is None:
         return {}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 NAMED = 3
-"""Symbols whose losses are named; of the rest only the number."""
+"""Most symbols listed with their loss; the rest are counted."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Uncommon:
 
     bars: int
     text: str
-    """What is the matter with them."""
+    """Description of the cause."""
 
 
 def spans_of(bars: Bars) -> tuple[Span, ...]:
-    """From when to when there are bars of each symbol."""
+    """First and last bar of each symbol."""
     spans = []
     for (symbol,), frame in bars.frame.group_by("symbol", maintain_order=True):
         spans.append(Span(str(symbol), frame["time"][0], frame["time"][-1], frame.height, 0))
@@ -35,7 +35,7 @@ def spans_of(bars: Bars) -> tuple[Span, ...]:
 
 
 def uncommon_bars(spans: Sequence[Span], common: int) -> Uncommon | None:
-    """What `common` times leave out of the symbols' bars, and which symbol is the reason; none if nothing."""
+    """Bars outside the `common` times, and the symbol that causes the loss; None if no bar is lost."""
     lost = sum(span.bars - common for span in spans)
     if not lost:
         return None

@@ -80,16 +80,16 @@ def import_bars(
 ) -> tuple[BarStore, dict[str, Any]]:
     """Write the bars of the files to `folder`; returns them mapped, and the entries of their files.
 
-    Checks, errors and warnings are those of `load_bars`. Bars are judged about `rows` at a time, with a fortnight of
-    neighbours on both sides, so the smallest scale of a suspicious move is that of the piece and not of the whole.
-    `symbols`: those to keep, all if none is named. `scratch`: a folder for what is not needed afterwards.
+    Checks, errors and warnings are those of `load_bars`. Bars are checked about `rows` at a time, with two weeks of
+    context on both sides, so the lower bound of robust σ is that of the piece, not of the whole series.
+    `symbols`: those to keep, all if none is named. `scratch`: a folder for temporary files.
     """
     source = name_of(path)
     say(f"reading {source}")
     read = _read(path, scratch, symbols, rows)
     pace = most_common_step(*(_frame(one, 0, min(rows, one.count))["time"] for one in read.values()))
     if pace is None:
-        raise BarsError(f"{source}: one bar is too few to tell the frequency")
+        raise BarsError(f"{source}: one bar is too few to infer the frequency")
     series, outcomes, segment = [], [], 0
     entries: dict[str, Any] = {}
     for index, (symbol, unsorted) in enumerate(read.items()):
@@ -161,7 +161,7 @@ def _stored(name: str) -> str:
 
 
 def _take(unsorted: _Unsorted, part: pl.DataFrame, file: str) -> None:
-    """Add rows; those of the same file go on its run, so that the order within a file stays as it is."""
+    """Add rows; rows of the same file extend its run, which keeps the order within a file."""
     times = part["time"].dt.epoch("ms").to_numpy()
     for name, writer in unsorted.writers.items():
         writer.append(times if name == "time" else part[name].to_numpy())
@@ -173,7 +173,7 @@ def _take(unsorted: _Unsorted, part: pl.DataFrame, file: str) -> None:
 
 
 def _frame(unsorted: _Unsorted, start: int, stop: int) -> pl.DataFrame:
-    """Rows by their place after sorting, laid out as `tailguard.data.checks` says, less the symbol."""
+    """Rows by their position after sorting, laid out as `tailguard.data.checks` says, less the symbol."""
     frames, passed = [], 0
     for run in unsorted.runs:
         low, high = max(start - passed, 0), min(stop - passed, run.count)
@@ -216,13 +216,13 @@ def _checked(
 
 
 def _check_grid(frame: pl.DataFrame, times: NDArray[np.int64], before: int | None, pace: timedelta) -> None:
-    """Pieces may each be on a grid of their own; the bars after a seam must be on that of the bars before it."""
+    """Require that a piece starts on the grid of the previous piece."""
     if before is not None and (times[0] - before) % (pace // timedelta(milliseconds=1)):
         file, row = frame.select("file", "row").row(0)
         raise BarsError(
             f"{file}: row {row} ({time_label(moment(int(times[0])))}): off the {frequency_label(pace)} grid of the "
-            "bars before it\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load "
-            "the files apart."
+            "previous bars\nfrequency: All bars, of all symbols, need one frequency; resample at the source or load "
+            "the files separately."
         )
 
 

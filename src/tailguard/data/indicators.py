@@ -1,8 +1,8 @@
 """The built-in features: indicators as Polars expressions over one gap-free stretch of one symbol's bars.
 
 Every window trails and ends with the current bar, which has closed. Every feature is free of the price's and the
-volume's unit. What 0/0 means on a flat price or an empty book is said in each docstring; where nothing moves, the
-answer is "no signal", 0.
+volume's unit. Each docstring states the value of 0/0 on a flat price or an empty book; where nothing moves it
+is 0, "no signal".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def zscore(values: pl.Expr, window: int, level: pl.Expr | float, ddof: int = 1) 
     """Distance from the mean of the last `window` values in standard deviations, |z| ≤ √window; a constant window: 0.
 
     Constant is a window whose extremes, which are exact, differ by no more than `NEGLIGIBLE · level`: a running
-    deviation keeps rounding errors of what has left the window.
+    deviation keeps rounding errors of values that have left the window.
     """
     varies = values.rolling_max(window) - values.rolling_min(window) > NEGLIGIBLE * level
     score = ratio(values - values.rolling_mean(window), values.rolling_std(window, ddof=ddof))
@@ -45,7 +45,7 @@ def zscore(values: pl.Expr, window: int, level: pl.Expr | float, ddof: int = 1) 
 
 
 def ema_warmup(alpha: float) -> int:
-    """Bars until what came before weighs `EMA_MEMORY` in an exponential average with step `alpha`."""
+    """Bars until the weight of earlier bars is `EMA_MEMORY` in an exponential average with step `alpha`."""
     return math.ceil(math.log(EMA_MEMORY) / math.log(1 - alpha))
 
 
@@ -126,7 +126,7 @@ def bollinger_position(window: int, width: float = 2.0) -> pl.Expr:
 
 
 def root_zscore(count: pl.Expr, window: int) -> pl.Expr:
-    """z-score of the square root, which tames bursts, admits zero and leaves no unit; a constant window: 0."""
+    """z-score of the square root, which dampens bursts, allows zero and has no unit; a constant window: 0."""
     root = count.cast(pl.Float64).sqrt()
     return zscore(root, window, level=root.rolling_max(window))
 

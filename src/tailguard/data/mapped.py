@@ -1,7 +1,7 @@
 """Arrays on disk that are written once, row by row, and read by memory mapping: only accessed pages are loaded.
 
-A file holds the numbers and nothing else, little-endian, in C order. What they are (type, shape, SHA-256) stands in the
-manifest of the folder. There is nothing in such a file that a reader could be made to execute.
+A file holds the numbers and nothing else, little-endian, in C order. Their type, shape and SHA-256 are in the
+manifest of the folder. Such a file contains nothing executable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tailguard.errors import BarsError
 
 MANIFEST = "market.json"
-"""Describes the arrays of a prepared market; a folder that has it is one."""
+"""Describes the arrays of a prepared market; its presence marks a folder as one."""
 BLOCK = 2**24
 """Bytes read at a time when a file is verified."""
 DTYPES = ("<f4", "<f8", "<i4", "<i8", "|b1")
@@ -51,9 +51,9 @@ class ArrayWriter:
         self.rows += blocks.shape[1]
 
     def close(self) -> dict[str, Any]:
-        """Bring the file to the disk; returns its entry in the manifest."""
+        """Flush the file to disk; returns its entry in the manifest."""
         if self.planes > 1 and self.rows != self.promised:
-            raise ValueError(f"{self.path}: {self.rows} rows were written, {self.promised} promised")
+            raise ValueError(f"{self.path}: {self.rows} rows were written, {self.promised} were expected")
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -66,7 +66,7 @@ class ArrayWriter:
 
 
 def map_array(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
-    """The array of a manifest's entry, read-only; only its size is looked at, not its content."""
+    """The array of a manifest's entry, read-only; only its size is checked, not its content."""
     shape, dtype = _described(path, entry)
     try:
         found = os.lstat(path)
@@ -92,19 +92,21 @@ def verify_array(path: Path, entry: Mapping[str, Any]) -> None:
             while left:
                 data = file.read(min(left, BLOCK))
                 if not data:
-                    raise BarsError(f"{path}: ended too early")
+                    raise BarsError(f"{path}: is truncated")
                 digest.update(data)
                 left -= len(data)
             if digest.hexdigest() != expected:
-                raise BarsError(f"{path}: its SHA-256 is not the manifest's; a byte has changed since it was written")
+                raise BarsError(
+                    f"{path}: its SHA-256 differs from the manifest; the file has changed since it was written"
+                )
 
 
 def _described(path: Path, entry: Mapping[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of an entry, once they are known to be some."""
+    """Validated shape and type of an entry."""
     shape, dtype, digests = entry.get("shape"), entry.get("dtype"), entry.get("sha256")
     is_shape = isinstance(shape, list) and all(type(size) is int and 0 <= size < 2**48 for size in shape)
     is_hashed = isinstance(digests, list) and digests and all(isinstance(digest, str) for digest in digests)
     if not is_shape or dtype not in DTYPES or not is_hashed or set(entry) != {"shape", "dtype", "sha256"}:
-        raise BarsError(f"{path}: its entry in the manifest is not one that Tailguard has written")
+        raise BarsError(f"{path}: its entry in the manifest was not written by Tailguard")
     assert isinstance(shape, list)
     return tuple(shape), np.dtype(dtype)

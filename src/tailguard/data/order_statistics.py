@@ -1,8 +1,8 @@
 """Exact quantiles of data larger than memory, by counting in several passes over blocks.
 
-Floating-point numbers, taken as integers with the sign bit turned round, sort like the numbers they are. A pass counts
+Floating-point numbers, taken as integers with the sign bit flipped, sort like the numbers themselves. A pass counts
 the next 16 bits of those that share the leading bits found so far; after four passes all 64 bits of the wanted order
-statistics are known. The result is that of `np.quantile`, bit by bit.
+statistics are known. The result equals that of `np.quantile`, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
 Blocks = Callable[[], Iterator[Float]]
-"""Begins a new pass over the numbers: blocks of rows, [r, F], without a NaN."""
+"""Starts a new pass over the numbers: blocks of rows, [r, F], without a NaN."""
 
 DIGIT = 16
-"""Bits that one pass decides."""
+"""Bits that one pass determines."""
 SIGN = np.uint64(1 << 63)
 
 
@@ -76,7 +76,7 @@ def streamed_statistics(blocks: Blocks, probabilities: Sequence[float]) -> Stati
 
 
 class _Search:
-    """Looks for the number of one rank: its leading bits so far, and the rank among those that share them."""
+    """Search for the number of one rank: its leading bits so far, and the rank among those that share them."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.prefix = rank, 0

@@ -23,9 +23,9 @@ from tailguard.data.sources import Table, table_symbol
 from tailguard.errors import BarsError
 
 CSV_ROW_BYTES = 100
-"""About what a bar takes in a CSV file; it turns rows a piece into bytes a piece."""
+"""Approximate size of a bar in a CSV file; converts rows per piece into bytes per piece."""
 LONGEST_LINE = 2**20
-"""Bytes; what has no line end for longer is not a table of bars, and would be read into memory as a whole."""
+"""Bytes; a longer line is not a row of bars, and would be read into memory as a whole."""
 
 
 def read_pieces(path: Path, rows: int) -> Iterator[Table]:
@@ -70,7 +70,7 @@ def _slices(table: pl.LazyFrame, rows: int) -> Iterator[pl.DataFrame]:
 
 
 def _csv_pieces(path: Path, size: int) -> Iterator[bytes]:
-    """The text cut between lines, the header before each piece."""
+    """The text split between lines, with the header in front of each piece."""
     with open_csv(path) as file:
         first = file.readline(LONGEST_LINE)
         while is_preamble(first):

@@ -19,7 +19,7 @@ from tailguard.errors import TailguardError
 from tailguard.validate import check_range
 
 DISCOUNT = 1 - 1e-8
-"""The first trade's cost, spread over 1e8 bars, no longer shows; the linear systems keep 8 digits."""
+"""Discount per bar: the cost of the first trade is spread over 1e8 bars; the linear systems keep 8 digits."""
 STEPS_PER_LEVERAGE = 80
 """Grid points between flat and full leverage."""
 DRIFT_ROOM = 1.5
@@ -28,7 +28,7 @@ IMPROVEMENT = 1e-10
 """Log-growth an action must add before it replaces another: above rounding, far below a basis point."""
 
 MOST_ROUNDS = 1_000
-"""Policy iteration settles in 5 to 60 rounds."""
+"""Policy iteration converges in 5 to 60 rounds."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ReturnLaw:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The growth-optimal policy and what it earns, net of costs."""
+    """The growth-optimal policy and its performance, net of costs."""
 
     log_growth: float
     """Expected log-growth of equity, per bar."""
@@ -63,12 +63,12 @@ class Optimum:
 
     @property
     def log_growth_per_year(self) -> float:
-        """Expected log-growth per year: the figure to take shares of, because it adds up over time."""
+        """Expected log-growth per year; shares of the optimum refer to it, because log-growth is additive over time."""
         return self.log_growth * self.bars_per_year
 
     @property
     def growth_per_year(self) -> float:
-        """What that compounds to: growth of equity in the typical year, as a fraction."""
+        """The same compounded: growth of equity in the typical year, as a fraction."""
         return math.expm1(self.log_growth_per_year)
 
     @property
@@ -110,7 +110,7 @@ def best_growth(
     long or short. A weight that has drifted beyond ±`leverage` is traded back at the next open.
     """
     check_range("leverage", leverage, low=0, low_open=True)
-    # The law's worst return ruins a larger weight, and no growth makes up for log 0: the optimum stays below it.
+    # The worst return ruins a larger weight, and its log-growth is −inf: the optimum stays below it.
     leverage = min(leverage, 1 / (float(np.abs(law.returns).max()) + holding))
     check_range("cost", cost, low=0, high=0.5 / max(leverage, 1))
     check_range("holding", holding, low=0, high=0.01)
@@ -212,7 +212,7 @@ def follow(
     the path ruins gives no further orders.
     """
     orders = np.full(gap.shape, np.nan)
-    # Plain floats: one step needs the last, and for a handful of assets array operations cost more than they save.
+    # Plain floats: the steps are sequential, and for a few assets array operations are slower.
     columns = (optimum.low[state][:-1], optimum.high[state][:-1], gap[1:], move[1:])
     weights = [0.0] * gap.shape[1]
     for row, bar in enumerate(zip(*(column.tolist() for column in columns), strict=True)):

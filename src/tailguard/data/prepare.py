@@ -40,8 +40,8 @@ def prepare(
 ) -> PreparedBars:
     """Compute features and scale them.
 
-    Without a `scaler` one is fitted on these bars' tradeable rows: right for training bars. For validation, test and
-    live bars give the scaler of the training bars; it also says which features there are.
+    Without a `scaler`, one is fitted on the tradeable rows of these bars: correct for training bars. For validation,
+    test and live bars pass the scaler of the training bars; it also determines the features.
     """
     # Polars is needed to compute features, not to run on prepared ones.
     from tailguard.data.features import available_features, compute_features, longest_warmup
@@ -59,18 +59,18 @@ def prepare(
 
 
 def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:
-    """Why no row has all its features: they warm up anew after every gap."""
+    """Error for bars without a usable row: features warm up again after every gap."""
     lengths = np.bincount(panel.segment)
     return ConfigError(
         f"{source}: none of the {int(panel.tradeable.sum()):,} training bars has all features: they need {warmup:,} "
-        f"bars of history, after every gap again, and the longest stretch without a gap has {int(lengths.max()):,} of "
-        f"{panel.rows:,} bars. Bring more bars or bars with fewer gaps, or choose features that warm up faster "
-        "(data.features); tailguard data check FILE tells what is left"
+        f"bars of history after every gap, and the longest stretch without a gap has {int(lengths.max()):,} of "
+        f"{panel.rows:,} bars. Provide more bars or bars with fewer gaps, or choose features that warm up faster "
+        "(data.features); tailguard data check FILE shows what is left"
     )
 
 
 def _check_memory(rows: int, features: int, source: str) -> None:
-    """Refuse features that cannot fit: each is there as computed, as an array and scaled, 8 + 8 + 4 bytes a bar."""
+    """Refuse features that cannot fit: each is held as computed, as an array and scaled, 8 + 8 + 4 bytes per bar."""
     needed, free = 20.0 * rows * features, free_memory()
     if needed > free:
         raise BarsError(

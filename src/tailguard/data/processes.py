@@ -1,6 +1,6 @@
 """Random processes in time, vectorised: the building blocks of the synthetic market.
 
-All take their randomness as arguments and depend on the past only, so a longer draw begins with the shorter one, bit
+All take their randomness as arguments and depend on the past only, so a longer draw starts with the shorter one, bit
 for bit. Times are in hours, `hours` is the length of a bar.
 """
 
@@ -32,7 +32,7 @@ def autoregression(normal: Float, *, size: float, relaxation: float, hours: floa
 def two_state(uniform: Float, *, off: float, on: float, hours: float) -> NDArray[np.bool_]:
     """Stationary two-state Markov process seen at each bar, [T]: True for `on` hours on average, then False for `off`.
 
-    One uniform a bar either sets the state or leaves it, so that the last setting is all that counts.
+    One uniform draw per bar either sets the state or keeps it, so only the last draw that sets it counts.
     """
     share = on / (off + on)
     forget = -math.expm1(-hours * (1 / off + 1 / on))
@@ -46,7 +46,7 @@ def two_state(uniform: Float, *, off: float, on: float, hours: float) -> NDArray
 
 
 def flip_probability(duration: float, hours: float) -> float:
-    """Chance that a `two_state` process with equal mean durations differs one bar later."""
+    """Probability that a `two_state` process with equal mean durations differs one bar later."""
     return -math.expm1(-2 * hours / duration) / 2
 
 

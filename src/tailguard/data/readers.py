@@ -1,4 +1,4 @@
-"""Files of bars as tables of cells: CSV, Parquet and Feather, compressed or not; too large ones are refused."""
+"""Read files of bars as tables: CSV, Parquet and Feather, compressed or not; files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Paths = str | Path | Sequence[str | Path]
 
 READING_ERRORS = (OSError, EOFError, UnicodeDecodeError, zipfile.BadZipFile, zlib.error, pl.exceptions.PolarsError)
 COPIES = 2
-"""Times that the bars are in memory while they are read: as the file has them, and as numbers."""
+"""Copies of the bars in memory during reading: as in the file, and as numbers."""
 CHECKING = 64
-"""Bytes a bar that finding and naming faults takes at the least, beside the bars themselves."""
+"""Minimum bytes per bar that the checks need, in addition to the bars."""
 IPC = (".feather", ".arrow", ".ipc")
 SUFFIXES = (".csv", ".csv.gz", ".zip", ".parquet", *IPC)
 BLOCK = 2**24
@@ -35,7 +35,7 @@ BLOCK = 2**24
 
 
 def name_of(path: Paths) -> str:
-    """What was given, short enough for a message."""
+    """The given paths, shortened for a message."""
     given = [path] if isinstance(path, str | Path) else list(path)
     if len(given) <= 3:
         return ", ".join(map(str, given))
@@ -74,7 +74,7 @@ def files_of(path: Paths) -> list[Path]:
 
 
 def read_file(path: Path) -> pl.DataFrame:
-    """The file's table with columns named; header-less tables get the names of their kind."""
+    """The file's table with columns named; tables without a header get standard names."""
     name = path.name.lower()
     try:
         if name.endswith(".parquet"):
@@ -90,12 +90,12 @@ def read_file(path: Path) -> pl.DataFrame:
 
 
 def unreadable(path: Path | str, error: Exception) -> BarsError:
-    """The error in one line; the further lines of a library's message advise on options of its own."""
+    """The error in one line; further lines of a library's message are about its own options."""
     return BarsError(f"{path}: cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}")
 
 
 def _unpacked(file: IO[bytes], path: Path) -> bytes:
-    """The whole text, or an error as soon as it is too much: a compressed file does not tell its size reliably."""
+    """The whole text, or an error once it is too large: the size stored in a compressed file is not reliable."""
     limit = free_memory() / COPIES
     blocks: list[bytes] = []
     size = 0
@@ -133,7 +133,7 @@ def open_csv(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_preamble(line: bytes) -> bool:
-    """Whether a line before the header says where the file comes from: a comment, or a web address alone."""
+    """Whether a line before the header states the source of the file: a comment, or a web address alone."""
     text = line.decode("utf-8-sig", errors="replace").strip().strip(',;"')
     return text.startswith("#") or re.fullmatch(r"(https?://|www\.)\S+", text, re.IGNORECASE) is not None
 
@@ -152,7 +152,7 @@ def first_cells(line: bytes, file: str) -> tuple[list[str], str]:
 
 
 def read_csv(content: bytes, file: str) -> pl.DataFrame:
-    """Every cell as text, so that one bad cell is reported with its row instead of spoiling the column."""
+    """Every cell as text, so one bad cell is reported with its row instead of invalidating the column."""
     content = content.rstrip()
     while is_preamble(content[: content.find(b"\n") + 1 or None]):
         content = content[content.find(b"\n") + 1 :] if b"\n" in content else b""
@@ -183,7 +183,7 @@ def _ragged(content: bytes, file: str, width: int, separator: str) -> BarsError 
             if len(row) > width:
                 return BarsError(
                     f"{file}: cannot be read: line {rows.line_num} has {len(row)} cells and the first line {width}. "
-                    "The first line must name the columns; remove what stands before it"
+                    "The first line must name the columns; remove everything above it"
                 )
     return None
 
@@ -198,7 +198,7 @@ def is_data(cells: list[str]) -> bool:
 
 
 def check_memory(files: Sequence[Path], name: str) -> None:
-    """Refuse files that cannot fit, before a bar of them is read; the estimate is below what they really take."""
+    """Refuse files that cannot fit, before reading them; the estimate is a lower bound."""
     needed = sum(map(_least_memory, files))
     if needed > free_memory():
         raise too_large(name, needed)
@@ -212,12 +212,12 @@ def too_large(name: str, needed: float) -> BarsError:
 
 
 def _least_memory(path: Path) -> float:
-    """Bytes that a file takes unpacked, as far as it tells: a small file may hold very many bars."""
+    """Unpacked size of a file in bytes, from its metadata: a small file may hold very many bars."""
     name = path.name.lower()
     try:
         if name.endswith((".parquet", *IPC)):
             table = pl.scan_parquet(path, glob=False) if name.endswith(".parquet") else pl.scan_ipc(path, glob=False)
-            # The number of rows and the columns stand in the file's metadata; no values are read.
+            # The number of rows and the columns are in the file's metadata; no values are read.
             rows = table.select(pl.len()).collect().item()
             width = sum(_cell(dtype) for dtype in table.collect_schema().dtypes())
             return float(rows * (width + 8 * (1 + len(REQUIRED)) + CHECKING))

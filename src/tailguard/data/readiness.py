@@ -1,4 +1,4 @@
-"""Are there enough bars to train on? What a split, the features' warm-up and the episodes leave of them."""
+"""Check that enough bars are left for training after the split, the features' warm-up and the episode length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tailguard.data.windows import Size
 from tailguard.errors import ConfigError
 
 FEW = 0.5
-"""Share of the training bars below which those that can be used are few."""
+"""Share of usable training bars below which a warning is raised."""
 
 
 @dataclass(frozen=True)
 class Usable:
-    """What a part of the bars offers to an agent."""
+    """Usable bars in one part of the split."""
 
     bars: int
     """Rows that may be traded."""
@@ -40,7 +40,7 @@ class Usable:
 def usable_rows(
     bars: Bars, episode_length: int, features: Sequence[str] | None = None, accounts: Accounts = "portfolio"
 ) -> Usable:
-    """Count the rows that the environment would find, by warm-up alone: no feature is computed."""
+    """Count the usable rows from the warm-up alone: no feature is computed."""
     panel = bars.panel(accounts)
     warm = bars.frame.select("time", warm=pl.int_range(pl.len()).over("segment") >= longest_warmup(bars, features))
     if accounts == "portfolio" and len(bars.symbols) > 1:
@@ -78,7 +78,7 @@ def ready_report(
     episode_length: int,
     funding_rate: float,
 ) -> Report:
-    """`report` with what training on these bars, with these settings and all features, would meet."""
+    """`report` with checks for training on these bars, with these settings and all features."""
     checks = [check_training(bars, validation, test, embargo, episode_length), check_fills(bars)]
     if len(bars.symbols) > 1:
         checks.append(check_history(bars))
@@ -89,7 +89,7 @@ def ready_report(
 def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, episode_length: int) -> Check:
     """A whole episode with all features fits into the training part, and the test part can be traded."""
     remedy = (
-        "Bring more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
+        "Provide more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
         "--set data.features=[return_1,trend_24] --set env.episode_length=128."
     )
     try:
@@ -100,7 +100,7 @@ def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, epis
     warmup = longest_warmup(bars)
     left = f"of {train.bars:,} in the training part can be used"
     why = (
-        f"features need {warmup:,} bars of history, after every gap again ({train.stretches:,} gap-free "
+        f"features need {warmup:,} bars of history after every gap ({train.stretches:,} gap-free "
         f"stretch{'' if train.stretches == 1 else 'es'}, the longest of {train.longest:,} bars)"
     )
     if train.starts == 0:
@@ -124,14 +124,14 @@ def check_fills(bars: Bars) -> Check:
         "error",
         "every symbol has volume",
         "symbol",
-        f"without volume in any bar, so that no order would ever fill: {', '.join(empty)}",
+        f"without volume in any bar, so no order would ever fill: {', '.join(empty)}",
         len(empty),
         remedy="Use bars with volume, or trade without it: --set market.participation=inf --set market.impact=0.",
     )
 
 
 def check_history(bars: Bars) -> Check:
-    """All symbols have the same times, so that one account can trade them side by side and none is left out."""
+    """All symbols have the same times, so one account can trade all their bars."""
     lost = uncommon_bars(spans_of(bars), len(common_times(bars)))
     if lost is None:
         return Check("history", "ok", "all symbols have the same times")
@@ -139,7 +139,7 @@ def check_history(bars: Bars) -> Check:
 
 
 def funding_note(rate: float) -> str:
-    """What holding a position costs where the bars do not say."""
+    """Note on the assumed funding cost where the bars have no funding rate."""
     yearly = 3 * 365.25 * rate
     return (
         f"no funding rates in the bars: every position, long or short, is charged {rate:g} of its value every 8 hours, "

@@ -16,7 +16,7 @@ Build = Callable[[], pl.Expr]
 
 
 class FeatureError(TailguardError):
-    """A feature whose definition does not hold; the message names it, what it did and the way out."""
+    """A feature violates its declaration; the message names the feature, the fault and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Feature:
     """The same for every symbol: reads the time only, and appears once in a portfolio."""
 
     def expression(self) -> pl.Expr:
-        """The expression, once it is known to read only what the feature declared."""
+        """The expression, after checking that it reads only declared columns."""
         expression = self.build()
         if not isinstance(expression, pl.Expr):
             raise FeatureError(f"feature {self.name!r} returned {type(expression).__name__}; it must return a pl.Expr")
@@ -74,10 +74,12 @@ def feature(
         needs: further columns the expression reads: optional ones (`taker_buy_base`, `trades`, `funding_rate`, …), or
             any numeric column of the file or frame that the bars were loaded from, such as `sentiment`.
         market_wide: the value is the same for every symbol; such a feature reads `time` only.
-        replace: allow a name that is taken, as when a notebook cell runs twice.
+        replace: allow a name that is already registered, as when a notebook cell runs twice.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        raise ConfigError(f"feature name {name!r}: use lower case letters, digits and underscores, a letter first")
+        raise ConfigError(
+            f"feature name {name!r}: use lower case letters, digits and underscores, starting with a letter"
+        )
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ConfigError(f"feature {name!r}: warmup={warmup!r} must be a whole number of bars, 0 or more")
     if isinstance(needs, str):
@@ -105,12 +107,12 @@ def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
             nearest = difflib.get_close_matches(name, FEATURES, n=1, cutoff=0.5)
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"There are {', '.join(FEATURES)}."
             raise ConfigError(
-                f"feature {name!r}: no such feature. {hint} A feature of your own is registered in Python with "
-                "@tailguard.feature before it is used; the command line knows the built-in ones only"
+                f"feature {name!r}: no such feature. {hint} A custom feature is registered in Python with "
+                "@tailguard.feature before it is used; the command line knows only the built-in features"
             )
         if name in found:
-            raise ConfigError(f"feature {name!r} is asked for twice")
+            raise ConfigError(f"feature {name!r} is requested twice")
         found[name] = FEATURES[name]
     if not found:
-        raise ConfigError("no feature is asked for; name at least one, or pass None for all that the bars allow")
+        raise ConfigError("no feature is requested; name at least one, or pass None for all that the bars allow")
     return tuple(found.values())

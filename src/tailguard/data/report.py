@@ -21,13 +21,13 @@ _MARKS: dict[Level, tuple[str, str]] = {
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print the table, folded to a terminal's width; what goes to a file or a pipe keeps one line a finding."""
+    """Print the table, wrapped to the terminal's width; in a file or a pipe each finding stays on one line."""
     for line in report_lines(report, console.width if console.is_terminal else None):
         console.print(line, soft_wrap=True)
 
 
 def report_lines(report: Report, width: int | None = None) -> Iterator[Text]:
-    """The table: what there is, what is wrong, what is right, and what to do next."""
+    """The table: extent of the bars, failed checks, passed checks, and the next step."""
     yield from _title(report)
     name_width = max(len(check.name) for check in report.checks)
     several_files = len({offender.file for check in report.checks for offender in check.offenders}) > 1
@@ -39,7 +39,7 @@ def report_lines(report: Report, width: int | None = None) -> Iterator[Text]:
     yield from _passed(report, name_width)
     notes = list(report.notes)
     if report.extra:
-        notes.append(f"further columns, for features of your own: {', '.join(report.extra)}")
+        notes.append(f"additional columns, for custom features: {', '.join(report.extra)}")
     if report.ignored:
         notes.append(f"columns not used: {', '.join(report.ignored)}")
     for note in notes:

@@ -26,9 +26,9 @@ class Scaler:
     """`(value − center) / scale`, clipped, for `F` features.
 
     Center and scale are the median and the interquartile range of the training rows: returns and volumes have tails so
-    heavy that a handful of crash bars would set a standard deviation, and shrink every ordinary day with it. Where more
+    heavy that a few crash bars would dominate a standard deviation and shrink every ordinary value. Where more
     than half of the rows share one value (a funding rate at its default) the range is 0, and the standard deviation
-    takes its place. A feature that never varied in training is 0 always: nothing is known about its size.
+    is used instead. A feature that is constant in training is always 0: its scale is unknown.
     """
 
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class Scaler:
         return np.clip(self._scaled(features), -self.clip, self.clip).astype(np.float32)
 
     def clipped_share(self, features: FeatureTable | Float) -> Float:
-        """Share of each feature's defined values that the clip cuts, [F]."""
+        """Share of each feature's defined values that are clipped, [F]."""
         scaled = self._scaled(features).reshape(-1, len(self.names))
         defined = np.maximum(np.isfinite(scaled).sum(axis=0), 1)
         share: Float = (np.abs(scaled) > self.clip).sum(axis=0) / defined
@@ -113,7 +113,7 @@ class Scaler:
         for name, ours, theirs in zip(self.names, self.definitions, table.definitions, strict=True):
             if ours != theirs:
                 raise ConfigError(
-                    f"scaler: feature {name!r} is defined otherwise than when the scaler was fitted "
+                    f"scaler: feature {name!r} has another definition than when the scaler was fitted "
                     f"(fingerprint {theirs}, was {ours}). Restore its definition, or train again"
                 )
 

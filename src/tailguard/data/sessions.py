@@ -1,4 +1,4 @@
-"""Does the market close? Bars of a market with trading sessions are refused until Tailguard has session calendars."""
+"""Detect markets with trading sessions; they are refused because session calendars are not supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOSED = 0.1
 LEAST_CLOSED = 0.05
 """Share of the day or week that must be closed. Weekly maintenance of an exchange takes less."""
 LEAST_PERIODS = {DAY: 3, WEEK: 2}
-"""Days or weeks that must be there: what has happened once is no rule."""
+"""Fewest days or weeks of data for a pattern to count as regular."""
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONDAY_MS = 4 * 86_400_000
 """1970-01-05 was a Monday."""
@@ -27,8 +27,8 @@ _MONDAY_MS = 4 * 86_400_000
 def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
     """The market trades around the clock: no hour of the day and no day of the week is always without bars.
 
-    `bars`: of one symbol, in the order of their times. Outages, however long, empty no slot of the week for good and
-    do not come back every day or week; weekends and nights do.
+    `bars`: of one symbol, in the order of their times. Outages, however long, do not
+    recur in the same slot every day or week; weekends and nights do.
     """
     found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
         pl.col("step") >= 2 * frequency
@@ -52,8 +52,8 @@ def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
         fault="in which the market is closed",
         remedy=(
             f"This market trades in sessions: {found.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
-            f"and there is no bar on {closed}. Session calendars are not supported yet, and every figure on these "
-            "bars would be wrong: positions would be closed before every gap, so that overnight and weekend moves are "
+            f"and there is no bar on {closed}. Session calendars are not supported yet, and every metric on these "
+            "bars would be wrong: positions would be closed before every gap, overnight and weekend moves would be "
             "lost, and returns would be annualised as if the market traded 24 hours on 365 days. Use bars of a market "
             "that trades around the clock."
         ),
@@ -67,7 +67,7 @@ def _closed_slots(times: NDArray[np.int64], frequency: timedelta, gaps: int) -> 
         if slot >= period or period % slot or len(times) == 0:
             continue
         periods = (int(times[-1]) - int(times[0])) // (period // timedelta(milliseconds=1)) + 1
-        # Gaps that come once a day or week, holidays aside: one long hole is not a rule.
+        # Gaps that come once a day or week, holidays aside: one long gap is not regular.
         if periods < LEAST_PERIODS[period] or gaps < max(2, periods // 2):
             continue
         closed = _coverage(times, slot, period)

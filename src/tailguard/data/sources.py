@@ -30,17 +30,17 @@ from tailguard.errors import BarsError, BarsWarning
 
 @dataclass(frozen=True)
 class Source:
-    """What the files hold, as read: columns recognised, values as numbers and times, nothing checked."""
+    """Content of the files as read: columns recognised, values as numbers and times, not yet checked."""
 
     name: str
     frame: pl.DataFrame
     """Laid out as `tailguard.data.checks` says; each symbol's files follow each other in the order of their times."""
     extra: tuple[str, ...]
-    """Numeric columns that are not bars' fields, kept for features of one's own; they are not checked."""
+    """Numeric columns that are not bars' fields, kept for custom features; they are not checked."""
     ignored: tuple[str, ...]
     """Other columns that are not bars' fields."""
     dropped: tuple[str, ...]
-    """Optional fields that some files have and others do not, so that none is kept."""
+    """Optional fields that only some of the files have; they are dropped."""
 
 
 def load_bars(
@@ -52,14 +52,14 @@ def load_bars(
     volume_unit: VolumeUnit = "base",
     validate: bool = True,
 ) -> Bars:
-    """Read bars and make sure that they can be trusted.
+    """Read bars and check them.
 
     Args:
         path: a CSV (also .csv.gz, or a .zip of one), Parquet or Feather file, a folder of them, or a list of files;
             or a pandas or Polars frame with the same columns. Times without a zone are UTC.
-        symbol: the symbol to pick where there are several, or the name to give where the files tell none.
+        symbol: the symbol to select if there are several, or its name if the files do not give one.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
-        gaps: "error" refuses missing bars; "split" keeps what there is and starts a new segment after each gap, which
+        gaps: "error" refuses missing bars; "split" keeps the bars and starts a new segment after each gap, which
             no episode crosses.
         volume_unit: "quote" says that the volume column counts quote units (dollars); it is divided by each bar's
             typical price, (high + low + close) / 3.
@@ -102,7 +102,7 @@ def check_source(
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
 ) -> Report:
-    """Every check on what was read, errors and warnings together; see `load_bars` for the arguments."""
+    """Run every check, errors and warnings together; see `load_bars` for the arguments."""
     return validate_frame(
         source.frame.drop(source.extra),
         source.name,
@@ -135,7 +135,7 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
     if frame.is_empty():
         raise BarsError(f"{name}: no bars")
     if frame["symbol"].n_unique() > 1 or len(tables) > 1:
-        # A stable sort: the rows of one file keep their order, which the checks judge.
+        # A stable sort: the rows of one file keep their order, which the checks inspect.
         begins = pl.col("time").drop_nulls().first().over("symbol", "file")
         frame = frame.sort("symbol", begins, maintain_order=True)
     ignored = dict.fromkeys(column for table in tables for column in table.ignored if column not in extra)
@@ -189,7 +189,7 @@ def table_symbol(raw: pl.DataFrame, otherwise: str) -> str:
 
 
 def _unreadable(raw: pl.DataFrame, fields: dict[str, str], columns: dict[str, pl.Series]) -> pl.Series:
-    """For each row what could not be read, in words; null where all was."""
+    """Description of the unreadable values of each row; null if there are none."""
     words = pl.Series("unreadable", [None], dtype=pl.String).new_from_index(0, raw.height)
     for name, column in columns.items():
         before = raw[fields[name]]

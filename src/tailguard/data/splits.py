@@ -28,7 +28,7 @@ from tailguard.errors import ConfigError
 
 @dataclass(frozen=True)
 class Split:
-    """Bars to learn from, to choose with and to report on."""
+    """Training, validation and test bars."""
 
     train: Bars
     validation: Bars
@@ -77,10 +77,10 @@ def split_bars(
         train: size, or the date it starts on; None: all bars that are left.
         validation: size, or the date it starts on ("2022-01-31", a date or a datetime, UTC).
         test: size, or the date it starts on.
-        embargo: bars left out between two parts, so that the end of one tells nothing about the start of the next.
-        lead_in: bars before each part that feed its features and are never traded. They may reach back over the embargo
-            into the part before, which is past by then. None: the longest warm-up of the features these bars allow.
-        warn: a `BarsWarning` says which bars are left out because not all symbols have them.
+        embargo: bars left out between two parts, so the end of one carries no information about the start of the next.
+        lead_in: bars before each part that feed its features and are never traded. They may reach across the embargo
+            into the previous part, which is in the past. None: the longest warm-up of the features these bars allow.
+        warn: issue a `BarsWarning` for bars that are left out because not all symbols have them.
     """
     times = traded_times(bars)
     if warn:
@@ -128,7 +128,7 @@ def walk_forward(
     expanding: bool = False,
     lead_in: Size | None = None,
 ) -> list[Fold]:
-    """Train, then test on what follows, `folds` times; the test windows tile the end of the bars without a hole.
+    """Train, then test on what follows, `folds` times; the test windows cover the end of the bars without gaps.
 
     `purge + embargo` bars lie unused before the validation and before the test window of every fold. Sizes are exact:
     purged bars do not count as training bars. The last test window ends with the last bar; bars before the first
@@ -217,10 +217,10 @@ def _date(name: str, boundary: Size | date) -> datetime:
             boundary = datetime.fromisoformat(boundary)
         except ValueError:
             raise ConfigError(
-                f"{name}={boundary!r} is no date such as '2022-01-31'; give dates or sizes, not both"
+                f"{name}={boundary!r} is not a date such as '2022-01-31'; give dates or sizes, not both"
             ) from None
     if not isinstance(boundary, date):
-        raise ConfigError(f"{name}={boundary!r} is no date; give the starts of all parts as dates, or sizes for all")
+        raise ConfigError(f"{name}={boundary!r} is not a date; give the starts of all parts as dates, or sizes for all")
     if not isinstance(boundary, datetime):
         boundary = datetime(boundary.year, boundary.month, boundary.day)
     return boundary.replace(tzinfo=UTC) if boundary.tzinfo is None else boundary.astimezone(UTC)

@@ -14,7 +14,7 @@ WRITABLE = (".parquet", ".csv", ".feather")
 
 
 def check_writable(path: Path) -> None:
-    """Raise unless the name says a format that can be written and the folder exists."""
+    """Raise unless the suffix is a supported format and the folder exists."""
     if path.suffix not in WRITABLE:
         raise ConfigError(f"{path}: cannot write {path.suffix or 'a name without suffix'}; use {', '.join(WRITABLE)}")
     if not path.parent.is_dir():
@@ -22,9 +22,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_frame(frame: pl.DataFrame, path: Path) -> None:
-    """Write a frame in the format of the path's suffix; the file is the old one or the new one, whenever it is read.
+    """Write a frame in the format of the path's suffix; the file is replaced atomically.
 
-    Raises OSError where the disk does not take it.
+    Raises OSError if the disk refuses it.
     """
     check_writable(path)
     # The process id keeps two writers apart; a leftover of a killed one is never read.

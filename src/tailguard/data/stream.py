@@ -17,8 +17,8 @@ from tailguard.data.table import FeatureTable
 Float = NDArray[np.float64]
 
 OVERLAP = 8
-"""Longest warm-ups of history that each window reads before its first bar: exponential averages fade by then to below
-the last bit of a number."""
+"""Longest warm-ups of history that each window reads before its first bar: by then, exponential averages have decayed
+below the last bit of a number."""
 SEAM_ROWS = 64
 """Bars before a seam whose features are computed on both sides and compared."""
 SEAM_TOLERANCE = 1e-6
@@ -27,10 +27,10 @@ SEAM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Window:
-    """Rows that follow on those of the window before."""
+    """Rows that follow those of the previous window."""
 
     panel: Panel
-    """`segment` counts on from window to window."""
+    """`segment` numbers continue from window to window."""
     table: FeatureTable
 
 
@@ -104,7 +104,7 @@ def _largest(values: Float) -> Float:
 
 @dataclass(frozen=True)
 class _Seam:
-    """The last rows of a window, to be found again in the history that the next one reads."""
+    """The last rows of a window, to compare with the same rows in the history of the next window."""
 
     time: NDArray[np.int64]
     values: Float
@@ -122,6 +122,6 @@ class _Seam:
             raise FeatureError(
                 f"{source}: feature {table.names[column]!r} at {moment(int(self.time[there][row])):%Y-%m-%d %H:%M} is "
                 f"{mine[row, column]:.9g} with more bars before it and {theirs[row, column]:.9g} with {OVERLAP} times "
-                "the longest warm-up: it remembers more than its warm-up says, so bars on disk cannot be prepared with "
-                "it. Raise its warmup=, let it forget, or leave it out of data.features"
+                "the longest warm-up: it depends on more history than its warm-up declares, so bars on disk cannot be "
+                "prepared with it. Raise its warmup=, shorten its memory, or remove it from data.features"
             )

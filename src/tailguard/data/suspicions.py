@@ -19,13 +19,13 @@ JUMP_SIGMAS = 25.0
 REVERTED = 0.25
 """Share of the jump that may remain after a spike."""
 EXTREME_RETURN = 0.10
-"""Log return below which none is called extreme, however calm the market around it."""
+"""Log returns below this are never extreme, however calm the market is."""
 SPLIT_MOVE = 0.6
-"""Log move between a close and the next open from which on it may be a split; that of 2:1 is 0.69."""
+"""Smallest log move between a close and the next open that may be a split; 2:1 is 0.69."""
 SPLIT_SIGMAS = 8.0
 """Robust standard deviations that such a move must have."""
 SPLIT_ROUNDING = 0.05
-"""Log difference from a whole ratio that the market's own move may make."""
+"""Largest log difference from a whole ratio that the market's own move may explain."""
 SCALE_BARS = 101
 """Bars around each one that give its robust standard deviation."""
 
@@ -37,7 +37,7 @@ def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
     traded = (pl.col("volume") > 0) | (pl.col("high") > pl.col("low"))
     same = bars.select((repeats & traded & (pl.col("time").diff() == frequency)).fill_null(False)).to_series()
     runs = _runs(same).filter(pl.col("length") >= STALE_BARS - 1)
-    # A run of n repeats begins with the bar that they repeat.
+    # A run of n repeats starts with the repeated bar.
     found = _rows_at(bars, runs.with_columns(pl.col("start") - 1, pl.col("length") + 1))
 
     def describe(row: Row) -> str:
@@ -105,7 +105,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
             spikes,
             describe_spike,
             noun="bar",
-            fault="whose price jumps away and is back one bar later",
+            fault="whose price jumps and reverts one bar later",
             remedy=compare,
             level="warning",
         ),
@@ -123,7 +123,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
 
 
 def split_ratio(before: float, after: float) -> str | None:
-    """The split that takes a price from `before` to `after`, as 4:1, or 1:10 for a reverse one; none if none does."""
+    """The split that explains a price change from `before` to `after`, as 4:1, or 1:10 if reverse; else None."""
     ratio = max(before / after, after / before)
     whole = round(ratio)
     if whole < 2 or abs(math.log(ratio / whole)) > SPLIT_ROUNDING or (whole > 10 and whole % 5):
@@ -135,11 +135,11 @@ def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
     """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `beside`.
 
     `spike` names the price that spikes, null where none does; `beside` is the nearest price beside the spike. Moves
-    from or to a price that is no price, or over a gap, are null.
+    from or to an invalid price, or across a gap, are null.
     """
     close = pl.when(sound_prices()).then(pl.col("close"))
     move = pl.when(pl.col("time").diff() == frequency).then(close.log().diff())
-    # The few missing moves count as none: the rolling median is five times as fast over numbers alone.
+    # The few missing moves count as 0: the rolling median is five times as fast without nulls.
     size = pl.col("move").abs().fill_null(0.0)
     around = 1.4826 * size.rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True)
     frame = bars.with_columns(move=move, before=pl.col("close").shift()).with_columns(

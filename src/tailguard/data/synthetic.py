@@ -8,8 +8,8 @@ One bar of one asset, after the state s ∈ {−1, +1} at the close before it (0
     shock       ε = √ρ · common + √(1 − ρ) · own, each a Student t with rare jumps, of unit variance
     order flow  taker buys / volume = ½ + tanh(ε)-part + s'·shift + noise, with s' the state at this bar's close
 
-Every stream of random numbers has a generator of its own and is drawn in time order. So a seed fixes the bars: a
-longer market begins with the shorter one, and an asset is the same however many others stand beside it.
+Every stream of random numbers has its own generator and is drawn in time order. A seed therefore determines the bars: a
+longer market starts with the shorter one, and an asset does not depend on the number of other assets.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LAW_SAMPLE, LAW_SEED = 2**18, 0
 
 
 class Stream(IntEnum):
-    """Independent sources of randomness; a number here is part of what a seed means."""
+    """Independent sources of randomness; changing a number here changes the bars of every seed."""
 
     SLOW = 0
     FAST = 1
@@ -113,7 +113,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class SyntheticMarket:
-    """Bars, and the truth behind them that no agent sees. Arrays are [bars, assets]."""
+    """Bars, and the hidden states behind them. Arrays are [bars, assets]."""
 
     bars: Bars
     state: NDArray[np.int8]
@@ -243,7 +243,7 @@ def make_market(
 
 
 def describe(market: SyntheticMarket) -> str:
-    """One line for people: what was made and what could be earned in it at the default costs."""
+    """One line: the market, and the best achievable growth at the default costs."""
     bars, assets = market.state.shape
     first, last = market.bars.end_points
     text = f"{bars:,} bars × {assets} {'asset' if assets == 1 else 'assets'}, {first:%Y-%m-%d} → {last:%Y-%m-%d}, "
@@ -304,7 +304,7 @@ def _shock(noise: Noise, hours: float) -> Float:
 
 
 def _mix(common: Float, own: Float, correlation: float) -> Float:
-    """Shock of one asset. Volatilities that move apart lower the returns' correlation by exp(−own variance)."""
+    """Shock of one asset. Different volatilities lower the returns' correlation by exp(−own variance)."""
     share = correlation * math.exp(OWN_SIZE**2)
     return math.sqrt(share) * common + math.sqrt(1 - share) * own
 
@@ -340,13 +340,13 @@ def _activity(
     state: NDArray[np.int8],
     hours: float,
 ) -> dict[str, NDArray[np.generic]]:
-    """Volume, trades and taker buying. Traded value, not volume, is stationary: it does not run away with the price."""
+    """Volume, trades and taker buying. Traded value, not volume, is stationary: it does not drift with the price."""
     usual = VOLATILITY * math.sqrt(hours / HOURS_PER_YEAR)
     mood = autoregression(noise.normal(Stream.ACTIVITY), size=ACTIVITY_SIZE, relaxation=ACTIVITY_HOURS, hours=hours)
     own = mood + ACTIVITY_NOISE * noise.normal(Stream.ACTIVITY_NOISE)
     value = VALUE_PER_HOUR * hours * (volatility / usual) * np.sqrt(0.25 + np.abs(shock)) * np.exp(own)
     average = (prices["open"] + prices["high"] + prices["low"] + prices["close"]) / 4
-    # Noise shrinks with the bar's length, so that an hour tells as much about the state at every frequency.
+    # Noise scales with the bar's length, so an hour carries the same information about the state at every frequency.
     shake = (FLOW_SHOCK * np.tanh(shock) + FLOW_NOISE * noise.normal(Stream.FLOW)) / math.sqrt(hours)
     bought = np.clip(0.5 + FLOW_SHIFT * state + shake, 0.02, 0.98)
     trades = np.maximum(np.rint(value / TRADE_VALUE * np.exp(0.1 * noise.normal(Stream.TRADES))), 1)

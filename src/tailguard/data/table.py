@@ -17,6 +17,6 @@ class FeatureTable:
     names: tuple[str, ...]
     """Name of each column; `name:SYMBOL` where a portfolio holds several symbols."""
     valid: NDArray[np.bool_]
-    """Rows on which every feature is defined, [R]; the others are not to be traded."""
+    """Rows on which every feature is defined, [R]; the others must not be traded."""
     definitions: tuple[str, ...]
     """Fingerprint of each column's feature: equal if it gives the same numbers on the same bars."""

@@ -36,12 +36,12 @@ def validate(
     """Check the bars of `frame`, laid out as `tailguard.data.checks` says.
 
     `frequency`: the one the bars must have; None: the most common difference between neighbouring times.
-    `volume_unit`: what the volume column is said to count. `times_only` leaves out whatever does not concern the times.
+    `volume_unit`: the declared unit of the volume column. `times_only` runs only the checks of the times.
     """
     parts = frame.partition_by("symbol", maintain_order=True)
     pace = frequency or most_common_step(*(part["time"] for part in parts))
     if pace is None:
-        raise BarsError(f"{source}: one bar is too few to tell the frequency; say it, as in frequency='1h'")
+        raise BarsError(f"{source}: one bar is too few to infer the frequency; give it, as in frequency='1h'")
     outcomes = [_check_symbol(part, pace, gaps, volume_unit, times_only) for part in parts]
     checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
     return Report(source, pace, tuple(_span(part, pace) for part in parts), checks, tuple(ignored), tuple(extra))

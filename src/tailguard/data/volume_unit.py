@@ -1,7 +1,7 @@
 """Detect a change of the volume's unit within the data, such as from dollars to coins.
 
-A unit that changes shows as a jump in the level of volume: sudden (from one bar to the next), lasting and of orders of
-magnitude. Volume that grows over years is not the first, a busy day is not the second. Between quote and base units the
+A change of unit is a jump in the level of volume: sudden (from one bar to the next), lasting and of orders of
+magnitude. Growth over years is not sudden, and a busy day does not last. Between quote and base units the
 jump is as large as the price: volume before is of the size of notional, volume times price, after (or the other way
 round). News can lift a market's volume as suddenly, but then the price jumps with it.
 """
@@ -58,7 +58,7 @@ class UnitSwitch:
     price: float
     """Median price around the jump."""
     calm: bool
-    """Whether the price went on as usual when volume jumped."""
+    """Whether the price moved as usual when volume jumped."""
 
     @property
     def factor(self) -> float:
@@ -67,7 +67,7 @@ class UnitSwitch:
 
     @property
     def explained_by_price(self) -> bool:
-        """Whether volume on one side and notional on the other are of one size, and no news came between."""
+        """Whether volume on one side and notional on the other have the same size, without news at the jump."""
         mismatch = min(abs(np.log(self.ratio * self.price)), abs(np.log(self.ratio / self.price)))
         return self.calm and bool(mismatch < np.log(PRICE_MATCH))
 
@@ -88,7 +88,7 @@ def find_unit_switches(volume: Float, price: Float, frequency: timedelta) -> lis
 def find_jumps(volume: Float, price: Float, window: int, smallest: float) -> list[UnitSwitch]:
     """Sudden jumps of `volume` [T] by `smallest` and more between the medians of `window` traded bars on both sides.
 
-    Near the first and the last bars a window is what there is of it, at least half.
+    Near the first and the last bars windows are shortened, to at least half.
     """
     traded = np.flatnonzero(np.isfinite(volume) & (volume > 0) & np.isfinite(price) & (price > 0))
     if len(traded) < FEWEST_BARS:
@@ -108,7 +108,7 @@ def find_jumps(volume: Float, price: Float, window: int, smallest: float) -> lis
             continue
         peak = start + int(np.argmax(np.abs(jump[start:stop])))
         middle = (before[peak] + after[peak]) / 2
-        # Where a window is cut short the medians move before or after the jump itself.
+        # With a shortened window the medians change before or after the jump itself.
         index = _locate(values, max(1, start - fewest), stop + fewest, middle, rising=bool(side[start] > 0))
         sudden = np.median(values[index : index + SUDDEN_BARS]) - np.median(values[max(0, index - SUDDEN_BARS) : index])
         if sudden * side[start] >= abs(jump[peak]) / 2:
@@ -122,7 +122,7 @@ def find_jumps(volume: Float, price: Float, window: int, smallest: float) -> lis
 def _is_calm(log_price: Float, index: int) -> bool:
     """Whether the moves into `index`, and of the bars before and after it, are of the usual size."""
     moves = np.abs(np.diff(log_price))
-    # The mean stands in where most bars do not move at all.
+    # The mean is used where most bars do not move at all.
     usual = max(1.4826 * np.median(moves), moves.mean())
     return bool(moves[max(0, index - 2) : index + 1].max() <= CALM_SIGMAS * usual)
 
@@ -134,7 +134,7 @@ def _locate(level: Float, start: int, stop: int, middle: float, *, rising: bool)
 
 
 def check_volume_unit(bars: pl.DataFrame, frequency: timedelta, volume_unit: VolumeUnit) -> Check:
-    """The volume column keeps one unit, and it is `volume_unit` as far as a quote volume beside it can tell."""
+    """The volume column keeps one unit, and a quote volume column, if present, agrees with `volume_unit`."""
     volume = bars["volume"].fill_null(float("nan")).to_numpy()
     typical = bars.select(typical_price()).to_series().fill_null(float("nan")).to_numpy()
     switches = find_unit_switches(volume, typical, frequency)
@@ -159,7 +159,7 @@ def check_volume_unit(bars: pl.DataFrame, frequency: timedelta, volume_unit: Vol
         describe,
         noun="change",
         fault="of the volume's unit",
-        remedy="Bring the volume column to one unit, best that of the base asset.",
+        remedy="Convert the volume column to one unit, preferably that of the base asset.",
         level="error" if certain else "warning",
     )
 

@@ -25,7 +25,7 @@ class Windows:
 
 
 def parse_size(text: float | str) -> Size:
-    """A size as settings have it: a fraction written as text is still a fraction."""
+    """A size from the settings: a fraction written as text is a fraction."""
     try:
         return float(text)
     except ValueError:
@@ -39,7 +39,7 @@ def size_in_bars(name: str, size: Size, count: int, frequency: timedelta, low: i
     elif isinstance(size, float):
         if not 0 < size < 1:
             raise ConfigError(f"{name}={size!r}: a fraction lies between 0 and 1; write a number of bars as an int")
-        # 0.29 · 100 is 28.999999999999996: what is a whole number but for rounding is one.
+        # 0.29 · 100 is 28.999999999999996: round to the whole number.
         bars = math.floor(size * max(count, 0) + 1e-6)
     elif isinstance(size, int) and not isinstance(size, bool):
         bars = size
@@ -89,12 +89,12 @@ def walk_forward_windows(
     gap: int = 0,
     expanding: bool = False,
 ) -> list[Windows]:
-    """The parts of each fold, `gap` bars apart; the test windows follow each other without a hole and end at `count`.
+    """The parts of each fold, `gap` bars apart; the test windows follow each other without gaps and end at `count`.
 
     `train=None` takes all that the test windows leave, `test=None` an equal share of what the first training leaves.
     """
     if train is None and test is None:
-        raise ConfigError("walk_forward: give the size of train or of test; the other one can follow from it")
+        raise ConfigError("walk_forward: give the size of train or of test; the other one can be derived from it")
     between = gap + (validation + gap if validation else 0)
     needed = (1 if train is None else train) + between + folds * (1 if test is None else test)
     if needed > count:
@@ -122,7 +122,7 @@ def walk_forward_windows(
 def _duration_in_bars(name: str, size: str, frequency: timedelta) -> int:
     match = re.fullmatch(r"(\d+) ?([mhdw])", size)
     if match is None:
-        raise ConfigError(f"{name}={size!r} is no duration; write a number and m, h, d or w, such as '30d'")
+        raise ConfigError(f"{name}={size!r} is not a duration; write a number and m, h, d or w, such as '30d'")
     duration = int(match[1]) * UNITS[match[2]]
     if duration % frequency:
         raise ConfigError(f"{name}={size!r} is not a whole number of bars of {frequency}")

@@ -33,12 +33,12 @@ MEMBERS = (
 
 
 def as_vector_env(env: Any, num_envs: int | None, device: torch.device | str | None) -> VectorEnv:
-    """The environment itself if it speaks the protocol, else a Gymnasium environment or id behind an adapter."""
+    """The environment itself if it implements the protocol, else a Gymnasium environment or id behind an adapter."""
     if isinstance(env, VectorEnv):
         if num_envs is not None and num_envs != env.num_envs:
-            raise ConfigError(f"num_envs: {num_envs} asked for, and the environment has {env.num_envs}; leave it out")
+            raise ConfigError(f"num_envs: {num_envs} requested, but the environment has {env.num_envs}; leave it out")
         if device is not None and torch.device(device).type != env.device.type:
-            raise ConfigError(f"device: {device} asked for, and the environment is on {env.device}; make it there")
+            raise ConfigError(f"device: {device} requested, but the environment is on {env.device}; create it there")
         return env
     missing = missing_members(env)
     has_spaces = hasattr(env, "single_observation_space") or hasattr(env, "observation_space")
@@ -88,7 +88,7 @@ class PolicyInputs(Protocol):
 
     @property
     def spec(self) -> TradingSpec | None:
-        """For agents that trade: what is needed to meet new bars."""
+        """For trading agents: the specification needed to trade new bars."""
         ...
 
     def encode(self, observation: Any) -> tuple[NDArray[np.float32], bool]:
@@ -96,7 +96,7 @@ class PolicyInputs(Protocol):
         ...
 
     def decode(self, action: Tensor) -> NDArray[Any]:
-        """Actions [n, ...] as the environment wants them."""
+        """Actions [n, ...] in the environment's format."""
         ...
 
 
@@ -142,6 +142,6 @@ def policy_inputs(env: Any) -> PolicyInputs:
     """How `predict` reads and writes for agents trained on this vector environment."""
     if isinstance(env, TradingEnv):
         return FlatInputs(env.observation_size, env.action_space, TradingSpec.of(env))
-    if hasattr(env, "vector_env"):  # asked this way, the numeric core need not import Gymnasium
+    if hasattr(env, "vector_env"):  # this check lets the numeric core avoid importing Gymnasium
         return GymnasiumInputs(env)
     return FlatInputs(env.observation_size, env.action_space)

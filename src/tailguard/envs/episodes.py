@@ -1,4 +1,4 @@
-"""Trading episodes as pure functions: what the agent sees, what its action means, when an episode ends.
+"""Trading episodes as pure functions: observations, actions, rewards and the end of an episode.
 
 Training, the Gymnasium environments and backtests all go through here, so they see and trade the same numbers.
 """
@@ -24,17 +24,17 @@ GROWTH_FLOOR = 0.01
 """A bar that leaves less than this share of equity is rewarded as if it left this share: log(0) has no value."""
 
 ACCOUNT_FIELDS = ("pnl", "drawdown", "time_left")
-"""What the agent knows of its episode besides its weights: gain since the start and fall from the peak as fractions of
-equity, and the share of the episode still to come. They make a budget on the episode's loss Markov."""
+"""Account inputs besides the weights: gain since the start and drawdown as fractions of
+equity, and the remaining share of the episode. They make a budget on the episode's loss Markov."""
 
 
 @dataclass(frozen=True)
 class EpisodeState:
-    """Where N episodes stand."""
+    """State of N episodes."""
 
     market: MarketState
     start_equity: Tensor
-    """Equity when the episode began, [N]."""
+    """Equity at the start of the episode, [N]."""
     peak_equity: Tensor
     """Largest equity since then, [N]."""
     age: Tensor
@@ -89,7 +89,7 @@ class TradingTask:
         return EpisodeState(state, state.equity, state.equity, torch.zeros_like(state.row))
 
     def observe(self, state: EpisodeState) -> Tensor:
-        """What the agent sees once the current bar has closed, [N, O] float32."""
+        """The agent's observation at the close of the current bar, [N, O] float32."""
         equity = state.market.equity
         age = state.age.to(equity.dtype)
         account = torch.stack(
@@ -101,8 +101,8 @@ class TradingTask:
     def to_weights(self, action: Tensor) -> Tensor:
         """Target weights for actions in [-1, 1] (or [0, 1] without shorts), [N, A].
 
-        An action is a share of the allowed leverage. Actions that together ask for more than all of it are scaled
-        down together, so no action can exceed the leverage.
+        An action is a share of the allowed leverage. Actions that together exceed it are scaled down
+        together, so no action can exceed the leverage.
         """
         config = self.market.config
         if not config.allow_short:
@@ -112,7 +112,7 @@ class TradingTask:
         return action * (config.leverage / gross.clamp(min=1))
 
     def weights_of_one(self, action: Sequence[float]) -> list[float]:
-        """`to_weights` of one account in plain numbers, [A]: a backtest asks for it at every bar."""
+        """`to_weights` of one account in plain numbers, [A]: a backtest calls it at every bar."""
         config = self.market.config
         if not config.allow_short:
             action = [max(share, 0.0) for share in action]
@@ -122,7 +122,7 @@ class TradingTask:
         return [share * factor for share in action]
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
-        """Target weights [N, A] for actions in this state, and where the shield held them back, [N] bool."""
+        """Target weights [N, A] for actions in this state, and where the shield reduced them, [N] bool."""
         weights = self.to_weights(action)
         if self.shield is None:
             return weights, torch.zeros_like(state.age, dtype=torch.bool)
@@ -154,7 +154,7 @@ def episode_starts(task_rows: Tensor, usable: Tensor, segment: Tensor, episode_l
     """Rows from which a whole episode can run: [S] int64.
 
     The episode observes `episode_length + 1` rows, all of them usable and in one segment; `task_rows` [R] bool marks
-    where it may begin.
+    where it may start.
     """
     rows = segment.shape[0]
     if rows <= episode_length:

@@ -42,7 +42,7 @@ class GymnasiumEnv:
     step; in a row with `valid` False they are 0.
 
     Gymnasium has no way to save an environment's inner state. `state_dict` holds what belongs to the adapter, and
-    `load_state_dict` refuses: a run on a Gymnasium environment goes on with fresh episodes.
+    `load_state_dict` refuses: a run on a Gymnasium environment continues with new episodes.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GymnasiumEnv:
         Args:
             env: A Gymnasium id, one environment, a list of functions that make one each, an SB3 `VecEnv`, or a vector
                 environment, which must state its autoreset mode in `metadata["autoreset_mode"]`.
-            num_envs: Copies of an id, 8 unless given; in every other case the number is known and need not be given.
+            num_envs: Copies of an id, 8 by default; in every other case the number is known.
             seed: Used by the first `reset` that is given none. As in Gymnasium, copy i is seeded with seed + i.
             device: Where the tensors live; the environments themselves run on the CPU.
             vectorization_mode: How an id or a list is stepped: one after the other ("sync"), in a process each
@@ -81,12 +81,13 @@ class GymnasiumEnv:
         self._episode_length = np.zeros(self.num_envs, dtype=np.int64)
         self._restarts = np.zeros(self.num_envs, dtype=np.bool_)
         self.step_infos: list[list[dict[str, Any]]] | None = None
-        """What the environments said of each step since a list was put here, a dict each; None: it is not kept."""
+        """Set to a list to collect the environments' infos of each step, a dict each; None: infos are dropped."""
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Start N fresh episodes and return their first observations, [N, O].
+        """Start N new episodes and return their first observations, [N, O].
 
-        Without a seed the environments' random streams go on, except at the first reset: see `seed` of the constructor.
+        Without a seed the environments' random streams continue, except at the first reset: see `seed` of the
+        constructor.
         """
         seed = self._first_seed if seed is None else seed
         self._first_seed = None
@@ -106,7 +107,7 @@ class GymnasiumEnv:
             self.step_infos.append(own or [info_of(infos, index) for index in range(self.num_envs)])
         obs, final_obs = self._next_and_final(observations, ended, infos)
 
-        # Whatever the environment says of the step in which it only restarted, nothing happened in it.
+        # The step in which an environment only resets is not a transition, whatever it returns.
         valid = ~self._restarts
         reward = np.where(valid, rewards, 0.0)
         self._episode_return += reward
@@ -140,8 +141,8 @@ class GymnasiumEnv:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:  # noqa: ARG002
         """Refuse: the saved sums belong to episodes that the environments cannot return to."""
         raise TailguardError(
-            f"{self.name}: the state inside a Gymnasium environment cannot be restored, so this run cannot go on "
-            "exactly where it stopped. Call reset() to go on with fresh episodes."
+            f"{self.name}: the state inside a Gymnasium environment cannot be restored, so this run cannot resume "
+            "exactly where it stopped. Call reset() to continue with new episodes."
         )
 
     def close(self) -> None:
@@ -151,7 +152,7 @@ class GymnasiumEnv:
     def _next_and_final(
         self, observations: Any, ended: NDArray[np.bool_], infos: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """What the policy sees next and the true successor of the action just taken, both [N, O]."""
+        """The next observation of the policy and the true successor of the last action, both [N, O]."""
         seen = self.observations.flatten(observations, self.num_envs)
         if self.autoreset_mode is AutoresetMode.NEXT_STEP or not ended.any():
             obs = self._to_device(seen)
@@ -171,9 +172,9 @@ class GymnasiumEnv:
         given = np.asarray(infos.get("_final_obs", ended))
         if final is None or not given[rows].all():
             raise TailguardError(
-                f"{self.name} states the autoreset mode SAME_STEP, but gave no infos['final_obs'] for environments "
-                f"{rows.tolist()}, whose episodes ended. Without it the value at a time limit cannot be known; "
-                "use NEXT_STEP, or put the last observation there."
+                f"{self.name} declares the autoreset mode SAME_STEP, but returned no infos['final_obs'] for "
+                f"environments {rows.tolist()}, whose episodes ended. Without it a truncated episode cannot be "
+                "bootstrapped; use NEXT_STEP, or put the last observation there."
             )
         space = self.vector_env.single_observation_space
         batch: Any = create_empty_array(space, len(rows))
@@ -184,7 +185,7 @@ class GymnasiumEnv:
 
 
 def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """One environment's info of a step: where its episode ended in it, that of the last step and not of the restart."""
+    """One environment's info of a step: where its episode ended, that of the last step and not of the reset."""
     if "final_info" in infos and infos["_final_info"][index]:
         infos = infos["final_info"]
     said = {}
@@ -197,10 +198,10 @@ def info_of(infos: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 class _OwnLastObservation(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Hands out a copy of an episode's last observation.
+    """Returns a copy of an episode's last observation.
 
-    An environment that writes every observation into one array would otherwise overwrite it in the restart, before
-    the vector environment has passed it on as `final_obs`.
+    An environment that writes every observation into one array would otherwise overwrite it at the reset, before
+    the vector environment returns it as `final_obs`.
     """
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
@@ -222,7 +223,7 @@ def _vectorised(
     if isinstance(env, str):
         return _vectorised_id(env, DEFAULT_NUM_ENVS if num_envs is None else num_envs, vectorization_mode, env_kwargs)
     if env_kwargs:
-        raise ConfigError(f"env_kwargs {sorted(env_kwargs)} go with a Gymnasium id; {env} is already made.")
+        raise ConfigError(f"env_kwargs {sorted(env_kwargs)} apply to a Gymnasium id only; {env} is already built.")
     if isinstance(env, gymnasium.vector.VectorEnv):
         vector_env = env
     elif is_sb3_vec_env(env):
@@ -280,10 +281,10 @@ def _autoreset_mode(vector_env: GymVectorEnv, name: str) -> AutoresetMode:
     stated = vector_env.metadata.get("autoreset_mode")
     if stated is None:
         raise TailguardError(
-            f"{name} does not state how it restarts, and guessing wrong would corrupt every episode's end. "
+            f"{name} does not declare its autoreset mode, and a wrong guess would corrupt the end of every episode. "
             f"Set its metadata['autoreset_mode'] to one of {modes}."
         )
     try:
         return AutoresetMode(stated)
     except ValueError as error:
-        raise TailguardError(f"{name}: metadata['autoreset_mode'] is {stated!r}; known are {modes}.") from error
+        raise TailguardError(f"{name}: metadata['autoreset_mode'] is {stated!r}; it must be one of {modes}.") from error

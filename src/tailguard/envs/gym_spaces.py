@@ -27,7 +27,7 @@ class _Columns:
     shape: tuple[int, ...]
     """Of the leaf in one observation."""
     one_hot: NDArray[np.int64] | None
-    """For discrete leaves what to add to each variable's value to get its column, [K]; None: values as they are."""
+    """For discrete leaves the offset from each variable's value to its column, [K]; None: values are used directly."""
 
 
 class FlatObservations:
@@ -45,7 +45,7 @@ class FlatObservations:
             self.columns.append(_Columns(path, start, self.size, tuple(leaf.shape or ()), one_hot))
 
     def count(self, observation: Any) -> tuple[int, bool]:
-        """How many observations these are, and whether a single one was given; raise unless each leaf has its shape."""
+        """The number of observations, and whether a single one was given; raise unless each leaf has its shape."""
         counts: set[int | None] = set()
         for columns in self.columns:
             where = "observation" + "".join(f"[{key!r}]" for key in columns.path)
@@ -55,7 +55,7 @@ class FlatObservations:
                     leaf = leaf[key]
                 found = np.shape(leaf)
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise ConfigError(f"{where}: cannot be read from what was given: {error!r}") from error
+                raise ConfigError(f"{where}: cannot be read from the given observation: {error!r}") from error
             if found != columns.shape and found[1:] != columns.shape:
                 batch = str(("n", *columns.shape)).replace("'", "")
                 raise ConfigError(f"{where} has shape {found}; the agent reads {columns.shape} or a batch {batch}")
@@ -106,7 +106,7 @@ def _choices(space: spaces.Discrete | spaces.MultiDiscrete) -> tuple[NDArray[np.
 
 @dataclass(frozen=True)
 class GymnasiumActions:
-    """An action space, and the way back from a tensor of its actions to what Gymnasium expects."""
+    """An action space, and the conversion of action tensors to Gymnasium's format."""
 
     space: ActionSpace
     shape: tuple[int, ...]

@@ -40,11 +40,11 @@ Array = NDArray[Any]
 Source: TypeAlias = "Bars | PreparedBars | PreparedMarket | str | Path"
 
 LOADED_IN = os.getpid()
-"""The process that imported this module; in a forked one it is another's."""
+"""Id of the process that imported this module; it differs from the current one after a fork."""
 OPTIONS = frozenset(inspect.signature(TradingEnv).parameters) - {"bars", "num_envs"}
 
 _shared: dict[Any, PreparedBars] = {}
-"""Features of the last bars that an environment was made of, as long as these live; its copies take them from here."""
+"""Cache of the features of the last bars, as long as these are alive; copies of an environment share them."""
 
 
 def _make_env(bars: Source, num_envs: int, options: dict[str, Any]) -> TradingEnv:
@@ -54,7 +54,7 @@ def _make_env(bars: Source, num_envs: int, options: dict[str, Any]) -> TradingEn
             f"{', '.join(unknown)}: Trading-v0 has no such option; there are {', '.join(sorted(OPTIONS))}"
         )
     if os.getpid() != LOADED_IN:
-        torch.set_num_threads(1)  # OpenMP's threads did not come along, and waiting for them would be for ever
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and waiting for them would never end
     given = {name: value for name, value in options.items() if name not in ("features", "scaler")}
     if isinstance(bars, PreparedBars | PreparedMarket):
         return TradingEnv(bars, num_envs=num_envs, **options)
@@ -82,7 +82,7 @@ def _prepared(bars: Bars | str | Path, options: dict[str, Any]) -> PreparedBars:
         prepared = prepare(loaded, features, scaler, options.get("accounts", "portfolio"))
         _shared.clear()
         _shared[key] = prepared
-        if loaded is bars:  # a number may be given to another object as soon as this one is gone
+        if loaded is bars:  # an id may be reused once this object is deleted
             weakref.finalize(bars, _shared.pop, key, None)
     return _shared[key]
 
@@ -102,7 +102,7 @@ def _to_tensor(action: Array, env: TradingEnv) -> torch.Tensor:
 
 
 def _on_disk(path: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells a file or a folder's files from earlier versions: names, sizes and times of change."""
+    """Fingerprint of a file or a folder's files: names, sizes and modification times."""
     files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
     return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
@@ -169,7 +169,7 @@ class TradingGymVectorEnv(gymnasium.vector.VectorEnv[Array, Array, Array]):
     def __init__(self, bars: Source, num_envs: int = 1, render_mode: str | None = None, **options: Any) -> None:
         if render_mode is not None:
             raise ConfigError(
-                f"render_mode: {render_mode!r} was given; many accounts at once are not shown. Leave it out"
+                f"render_mode: {render_mode!r} was given; several accounts cannot be rendered. Leave it out"
             )
         self.env = _make_env(bars, num_envs, options)
         self.num_envs = num_envs

@@ -1,8 +1,8 @@
-"""A prepared market: a folder of arrays that training reads by mapping, so that bars may be larger than memory.
+"""A prepared market: a folder of memory-mapped arrays, so bars may be larger than memory.
 
-`tailguard data prepare` writes it (`runs/preparing.py`). `market.json` says how it was made and names type, shape and
-SHA-256 of every file. Opening it reads that manifest and the files' sizes, and nothing else: a page of bars is loaded
-when an episode comes to it.
+`tailguard data prepare` writes it (`runs/preparing.py`). `market.json` holds its settings, and type, shape and SHA-256
+of every file. Opening it reads only that manifest and the files' sizes: a page of bars is loaded when an episode
+reaches it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PartName = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class MappedBars(PreparedBars):
-    """Training bars on disk, with the market's table worked out beside them."""
+    """Training bars on disk, with the precomputed table of the market."""
 
     table: NDArray[np.float32]
     """[K, R, A], as `Market.table`."""
     stretches: NDArray[np.int64]
     """First row on which an episode may start and last row of each usable, unbroken stretch, [S, 2]."""
     config: MarketConfig
-    """What the table was made with."""
+    """The settings that the table was computed with."""
     accounts: Accounts
     hashes: Mapping[str, str]
     """SHA-256 of bars and features, for checkpoints."""
@@ -74,12 +74,12 @@ class MappedBars(PreparedBars):
         return timedelta(milliseconds=self.panel.frequency_ms)
 
     def market(self, config: MarketConfig | None, device: torch.device, dtype: torch.dtype) -> Market:
-        """The market as a simulator reads it; costs that are worked into the table must be those it was made with."""
+        """The market as a simulator reads it; settings that the table depends on must be those it was computed with."""
         config = config or self.config
         for name in TABLE_SETTINGS:
             check_same_setting(self.folder, f"market.{name}", getattr(self.config, name), getattr(config, name))
         if dtype != torch.float32:
-            raise ConfigError(f"dtype: {dtype} is asked for; the prepared market {self.folder} holds float32")
+            raise ConfigError(f"dtype: {dtype} is requested; the prepared market {self.folder} holds float32")
         return market_of_table(self.panel, as_tensor(self.table).to(device), config)
 
     def starts(self, episode_length: int) -> RowRanges:
@@ -90,7 +90,7 @@ class MappedBars(PreparedBars):
 
 
 class RowRanges:
-    """The rows begin[k], begin[k] + 1, …, count[k] of them, for k = 0, 1, …: a tensor of rows that needs no memory."""
+    """The rows begin[k], begin[k] + 1, …, count[k] of them, for k = 0, 1, …: a tensor of rows without storage."""
 
     def __init__(self, begin: Tensor, count: Tensor) -> None:
         self._begin = begin
@@ -112,22 +112,22 @@ class RowRanges:
         return moved
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:  # noqa: ARG002 (a tensor's signature; there is one dim)
-        """The rows at these places, [N]."""
+        """The rows at these positions, [N]."""
         return self._offset[torch.searchsorted(self._stop, index, right=True)] + index
 
 
 def check_same_setting(folder: Path, name: str, there: Any, here: Any) -> None:
-    """Refuse a setting that a prepared market was made with otherwise."""
+    """Refuse a setting that differs from that of the prepared market."""
     if there != here:
         raise ConfigError(
-            f"{name}: {here!r} is asked for; the market in {folder} was prepared with {there!r}. Use that, or prepare "
-            "the bars anew: tailguard data prepare"
+            f"{name}: {here!r} is requested; the market in {folder} was prepared with {there!r}. Use that, or prepare "
+            "the bars again: tailguard data prepare"
         )
 
 
 @dataclass(frozen=True)
 class PreparedMarket:
-    """A prepared market, opened: training bars mapped, the other parts read when they are asked for."""
+    """A prepared market, opened: training bars mapped, the other parts read on demand."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -241,7 +241,7 @@ def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequen
 
 
 def is_prepared_market(path: Path) -> bool:
-    """Whether this is the folder of a prepared market; one that a killed process left aside is brought back first."""
+    """Whether this is the folder of a prepared market; one that a killed process left aside is restored first."""
     if not path.exists():
         recover(path)
     return (path / MANIFEST).is_file()
@@ -275,7 +275,7 @@ def open_market(path: str | Path) -> PreparedMarket:
 
 
 def _check_described(where: Path, manifest: Mapping[str, Any]) -> None:
-    """Refuse a manifest with anything but what `seal` writes where a table, a number or a text belongs."""
+    """Refuse a manifest whose tables, numbers or texts have other types than `seal` writes."""
 
     def at(*path: str) -> Any:
         found: Any = manifest
@@ -335,10 +335,10 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
     }
     for name, (found, wanted) in expected.items():
         if found != wanted:
-            raise BarsError(f"{folder / TRAIN / name}: of shape {found}; {wanted} is needed")
+            raise BarsError(f"{folder / TRAIN / name}: shape {found}; expected {wanted}")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
     if types != ["<f4", "<f4", "<i4", "<i8"]:
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")
     inside = mapped.stretches.size == 0 or (mapped.stretches.min() >= 0 and mapped.stretches.max() < rows)
     if not inside:
-        raise BarsError(f"{folder / TRAIN}/stretches: names rows beyond the {rows:,} that there are")
+        raise BarsError(f"{folder / TRAIN}/stretches: refers to rows beyond the last of {rows:,}")

@@ -37,7 +37,7 @@ ActionSpace = Box | Discrete
 class Step:
     """One transition of N environments, autoreset included.
 
-    `obs` is what the policy sees next: where an episode ended, already the next episode's first observation.
+    `obs` is the policy's next observation: where an episode ended, the first one of the next episode.
     `final_obs` is the true successor of the action just taken: where an episode ended, its last observation, and
     everywhere else equal to `obs`.
     """
@@ -47,14 +47,14 @@ class Step:
     reward: Tensor
     """[N] float32"""
     terminated: Tensor
-    """[N] bool: the episode ended for good; its last state is worth nothing."""
+    """[N] bool: the episode ended; its last state has value 0 (no bootstrap)."""
     truncated: Tensor
-    """[N] bool: a time limit cut the episode; its last state keeps its value."""
+    """[N] bool: a time limit ended the episode; its last state keeps its value (bootstrap)."""
     final_obs: Tensor
     """[N, O]"""
     valid: Tensor
-    """[N] bool: False where nothing happened (the row in which a NEXT_STEP environment resets); such a row carries no
-    loss. It is marked terminated, so nothing flows across it and the next row starts an episode."""
+    """[N] bool: False where nothing happened (the row in which a NEXT_STEP environment resets); such a row has no
+    loss. It is marked terminated, so no return propagates across it and the next row starts an episode."""
     outcome: dict[str, Tensor] = field(default_factory=dict)
     """Named [N] tensors about this step (costs by kind, running episode P&L, …); empty where there are none."""
 
@@ -65,28 +65,28 @@ class Step:
 
 @runtime_checkable
 class FunctionalEnv(Protocol):
-    """A vector env whose step is a pure function of tensors, so that it can be compiled and recorded.
+    """A vector env whose step is a pure function of tensors, so it can be compiled and recorded.
 
     `step(action)` is the same as `state, step = transition(state, action, draw())`.
     """
 
     state: Any
-    """Where the episodes stand: tensors, in a dataclass, a dict or a tuple."""
+    """State of the episodes: tensors, in a dataclass, a dict or a tuple."""
     generator: torch.Generator
-    """All that the environment draws from."""
+    """All random generators of the environment."""
 
     def draw(self) -> Tensor:
-        """The chance in one step."""
+        """The random numbers of one step."""
         ...
 
     def transition(self, before: Any, action: Tensor, chance: Tensor) -> tuple[Any, Step]:
-        """The state after one action in each environment, and what there is to say of it."""
+        """The state after one action in each environment, and the transition."""
         ...
 
 
 @runtime_checkable
 class VectorEnv(Protocol):
-    """N environments on one device that restart in the same step in which they end.
+    """N environments on one device that reset in the same step in which their episode ends.
 
     A risk budget also needs `episode_length`, an int: the steps in an episode that is not cut short.
     """
@@ -97,7 +97,7 @@ class VectorEnv(Protocol):
     device: torch.device
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Start N fresh episodes and return their first observations, [N, O]."""
+        """Start N new episodes and return their first observations, [N, O]."""
         ...
 
     def step(self, action: Tensor) -> Step:
@@ -105,13 +105,13 @@ class VectorEnv(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that is needed to go on from here exactly, as tensors."""
+        """The complete state, as tensors, to resume exactly."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         ...
 
     def close(self) -> None:
-        """Release what the environment holds."""
+        """Release resources."""
         ...

@@ -11,14 +11,14 @@ from gymnasium.vector.utils import batch_space
 
 
 def is_sb3_vec_env(env: Any) -> bool:
-    """Whether this is an SB3 `VecEnv`, asked without importing SB3."""
+    """Whether this is an SB3 `VecEnv`, checked without importing SB3."""
     return any(
         kind.__module__.startswith("stable_baselines3.") and kind.__name__ == "VecEnv" for kind in type(env).__mro__
     )
 
 
 class SB3VecEnv(gymnasium.vector.VectorEnv[Any, Any, Any]):
-    """An SB3 `VecEnv`, which restarts in the step in which an episode ends.
+    """An SB3 `VecEnv`, which resets in the step in which an episode ends.
 
     SB3 has one flag for the end: an episode is truncated where its info says `TimeLimit.truncated`, else terminated.
     Its last observation is the info's `terminal_observation`.

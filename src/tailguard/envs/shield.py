@@ -1,4 +1,4 @@
-"""A hard cap on exposure at the moment of decision: no learning, only arithmetic."""
+"""A hard cap on exposure, applied to each decision by arithmetic, not by learning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Shield:
 
     With equity E, the episode's first equity S and gross exposure g (a multiple of E), a shock leaves E·(1 − g·shock).
     That is at least S·(1 − budget) as long as g ≤ (1 − (1 − budget)·S/E) / shock. A move larger than the shock, costs
-    and liquidation can still pass the budget.
+    and liquidation can still exceed the budget.
     """
 
     shock: float
@@ -33,10 +33,10 @@ class Shield:
         return ((1 - (1 - self.budget) * start_equity / equity) / self.shock).clamp(min=0.0)
 
     def apply(self, weights: Tensor, equity: Tensor, start_equity: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [N, A] scaled down together to the cap where they exceed it, and where that was so, [N] bool."""
+        """Weights [N, A] scaled down together to the cap where they exceed it, and where they did, [N] bool."""
         gross = weights.abs().sum(-1)
         cap = self.cap(equity, start_equity).to(weights.dtype)
         held_back = gross > cap
-        # Divided only where it holds back: an exposure of next to nothing has no finite slope there.
+        # Divide only where the cap binds: near an exposure of 0 the slope is not finite.
         factor = torch.where(held_back, cap / torch.where(held_back, gross, 1.0), 1.0)
         return weights * factor.unsqueeze(-1), held_back

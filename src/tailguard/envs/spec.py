@@ -1,4 +1,4 @@
-"""What an agent needs to see the same inputs again: features, their scaling, and the rules of its episodes."""
+"""Specification of an agent's inputs: features, their scaling, and the rules of its episodes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TrainingBars:
 
 @dataclass(frozen=True)
 class TradingSpec:
-    """A trading environment less its bars: saved with the agent, and enough to meet new bars as it met the old ones."""
+    """A trading environment without its bars: saved with the agent, so it can trade new bars with the same inputs."""
 
     scaler: Scaler
     market: MarketConfig
@@ -78,7 +78,7 @@ class TradingSpec:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `from_dict` gives back an equal spec."""
+        """JSON-serialisable; `from_dict` returns an equal spec."""
         return {
             "scaler": self.scaler.to_dict(),
             "market": asdict(self.market),
@@ -91,7 +91,7 @@ class TradingSpec:
         }
 
     def check_fits(self, panel: Panel) -> None:
-        """Refuse bars of another frequency, and several symbols where the agent knows one account a symbol."""
+        """Refuse bars of another frequency, and several symbols where the agent trades one account per symbol."""
         if panel.frequency_ms != self.frequency_ms:
             raise BarsError(
                 f"{', '.join(panel.symbols)}: bars of {panel.frequency_ms / 60_000:g} minutes; the agent was trained "
@@ -117,7 +117,7 @@ class TradingSpec:
 def task_for(
     spec: TradingSpec, bars: Bars, config: MarketConfig | None, dtype: torch.dtype
 ) -> tuple[TradingTask, NDArray[np.bool_], Panel]:
-    """The task an agent knows, on new bars, the rows on which its features are defined, and the bars' arrays."""
+    """The agent's task on new bars, the rows on which its features are defined, and the bars' arrays."""
     prepared = prepare(bars, scaler=spec.scaler, accounts=spec.accounts)
     spec.check_fits(prepared.panel)
     market = build_market(prepared.panel, config or spec.market, dtype=dtype)

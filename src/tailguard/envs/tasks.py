@@ -12,14 +12,14 @@ from tailguard.errors import ConfigError, TailguardError
 
 
 class RecallEnv:
-    """Remember a cue: it is shown once, and asked for `delay` steps later.
+    """Remember a cue: it is shown once and queried `delay` steps later.
 
-    The first observation of an episode carries a fair random cue, +1 or -1; all that follow are blank until the last,
-    which asks for the answer. Only the answer counts: choice 1 for the cue +1 and choice 0 for -1 pay +1, the wrong
-    choice pays -1, and the episode terminates. An agent with memory earns 1 an episode; without memory the answer
+    The first observation of an episode carries a fair random cue, +1 or -1; all others are blank until the last,
+    which queries it. Only the answer counts: choice 1 for the cue +1 and choice 0 for -1 pay +1, the wrong
+    choice pays -1, and the episode terminates. An agent with memory earns 1 per episode; without memory the answer
     is independent of the cue, and no policy earns more than 0 on average.
 
-    Observations are [cue or 0, 1 when the answer is asked for or 0]. Episodes are `delay` + 1 steps long.
+    Observations are [cue or 0, 1 at the query or 0]. Episodes are `delay` + 1 steps long.
     `outcome` holds `episode_return` and `episode_length`, [N], up to and including the step.
     """
 
@@ -28,12 +28,12 @@ class RecallEnv:
     def __init__(
         self, num_envs: int = 64, delay: int = 32, *, seed: int | None = None, device: str | torch.device = "cpu"
     ) -> None:
-        """Make the task.
+        """Create the task.
 
         Args:
             num_envs: Environments that step together.
-            delay: Steps between the observation that shows the cue and the one that asks for it, at least 1.
-            seed: Starts the random stream; None takes a new one each time.
+            delay: Steps between the cue and its query, at least 1.
+            seed: Seed of the random stream; None takes a new one each time.
             device: Where the tensors live.
         """
         if num_envs < 1:
@@ -53,9 +53,9 @@ class RecallEnv:
         self._time = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Start N fresh episodes and return their first observations, [N, 2].
+        """Start N new episodes and return their first observations, [N, 2].
 
-        Without a seed the random stream goes on.
+        Without a seed the random stream continues.
         """
         if seed is not None:
             self._generator.manual_seed(seed)
@@ -92,19 +92,19 @@ class RecallEnv:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a saved state; the next `step` answers the observation that followed the save."""
+        """Restore a saved state; the next `step` acts on the observation after the save."""
         saved = len(state["cue"]), int(state["delay"])
         if saved != (self.num_envs, self.delay):
             raise TailguardError(
                 f"RecallEnv: this one has num_envs {self.num_envs} and delay {self.delay}, the saved state has "
-                f"{saved[0]} and {saved[1]}. Make it with the saved numbers."
+                f"{saved[0]} and {saved[1]}. Create it with the saved values."
             )
         self._cue = state["cue"].to(self.device, copy=True)
         self._time = state["time"].to(self.device, copy=True)
         self._generator.set_state(state["generator"].cpu())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _draw_cues(self) -> Tensor:
         bits = torch.randint(2, (self.num_envs,), generator=self._generator, device=self.device)
@@ -116,7 +116,7 @@ class RecallEnv:
 
 @dataclass(frozen=True)
 class BetsState:
-    """Where N episodes of bets stand."""
+    """State of N episodes of bets."""
 
     pnl: Tensor
     """[N]"""
@@ -125,13 +125,13 @@ class BetsState:
 
 
 class BetsEnv:
-    """Bet on one asset, `steps` times in a row: what is earned is w·(μ + σ·noise), and the episode's P&L is its sum.
+    """Bet on one asset, `steps` times in a row: the reward is w·(μ + σ·noise), and the episode's P&L is its sum.
 
     With one step and a limit d on the expected shortfall, everything is known in closed form: the best weight is
-    d / (k·σ − μ), with k = φ(z_α)/α for Gaussian noise, and the price of risk is λ = S / (k − S) with S = μ/σ. With
-    more steps the best *constant* weight is known; a policy that looks at its P&L does better.
+    d / (k·σ − μ), with k = φ(z_α)/α for Gaussian noise, and the Lagrange multiplier is λ = S / (k − S) with
+    S = μ/σ. With more steps the best *constant* weight is known; a policy that uses its P&L does better.
 
-    Observations are [P&L so far, share of the steps to come]. All episodes end together, by time.
+    Observations are [P&L so far, remaining share of the steps]. All episodes end together, by time.
     `outcome` holds `pnl`, [N]. A step is a pure, differentiable function of state, action and noise.
     """
 
@@ -148,7 +148,7 @@ class BetsEnv:
         freedom: int | None = None,
         bounds: tuple[float, float] = (-1.0, 5.0),
     ) -> None:
-        """Make the task.
+        """Create the task.
 
         Args:
             num_envs: Environments that step together.
@@ -166,7 +166,7 @@ class BetsEnv:
         self.state = self._fresh()
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Start N fresh episodes and return their first observations, [N, 2]."""
+        """Start N new episodes and return their first observations, [N, 2]."""
         if seed is not None:
             self.generator.manual_seed(seed)
         self.state = self._fresh()
@@ -208,7 +208,7 @@ class BetsEnv:
         return {"pnl": self.state.pnl, "time": self.state.time, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a saved state."""
+        """Restore a saved state."""
         self.state = BetsState(state["pnl"], state["time"])
         self.generator.set_state(state["generator"])
 

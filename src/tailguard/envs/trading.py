@@ -1,4 +1,4 @@
-"""The trading environment: N accounts on one market, as tensors, restarting in the step in which they end."""
+"""The trading environment: N accounts on one market, as tensors, reset in the step in which their episode ends."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ class TradingEnv:
     An episode is truncated after `episode_length` bars and terminated when its account is liquidated.
 
     `bars`: from `tailguard.load_bars` or `make_market`, or already prepared ones; a market that `tailguard data
-        prepare` wrote, or its folder, is traded from the disk, so that it may be larger than memory.
+        prepare` wrote, or its folder, is traded from disk, so it may be larger than memory.
     `config`: costs, leverage and margin.
     `num_envs`: accounts that step together.
     `device`, `dtype`: where and how precisely the accounting runs; observations and rewards are float32.
-    `episode_length`: bars in an episode. Choose a multiple of the learner's `n_steps`, so that no episode ends inside
-        a segment.
-    `features`: names of the features to show, all built-in ones by default.
+    `episode_length`: bars in an episode. Choose a multiple of the learner's `n_steps`, so no episode ends inside a
+        segment.
+    `features`: names of the features to use, all built-in ones by default.
     `scaler`: feature scaling fitted on training bars; without one it is fitted on these bars.
-    `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in accounts of its own.
+    `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in its own accounts.
     `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
-    `shield`: a hard cap on exposure, so that a stated shock cannot take an episode's loss beyond a budget; none is off.
+    `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
 
     differentiable = True
-    """A market that does not answer: its steps are differentiable functions of state and action."""
+    """A market without feedback from the agent: its steps are differentiable functions of state and action."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TradingEnv:
 
     @property
     def episode_length(self) -> int:
-        """Bars in an episode that is not cut short by ruin."""
+        """Bars in an episode that does not end early by liquidation."""
         return self.task.episode_length
 
     @property
@@ -125,7 +125,7 @@ class TradingEnv:
         if isinstance(bars, MappedBars):
             check_same_setting(bars.folder, "accounts", bars.accounts, accounts)
             if features is not None or (scaler is not None and scaler.digest() != bars.scaler.digest()):
-                raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; give none")
+                raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; leave them out")
         return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
 
     @staticmethod
@@ -142,7 +142,7 @@ class TradingEnv:
             raise ConfigError(
                 f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
                 f"defined in {panel.rows:,} rows ({int(panel.tradeable.sum()):,} tradeable, "
-                f"{int(prepared.usable.sum()):,} with features). Shorten episode_length or bring more bars."
+                f"{int(prepared.usable.sum()):,} with features). Shorten episode_length or provide more bars."
             )
         return starts
 
@@ -166,7 +166,7 @@ class TradingEnv:
         return step
 
     def transition(self, before: EpisodeState, action: Tensor, rows: Tensor) -> tuple[EpisodeState, Step]:
-        """One bar as a pure function; an account whose episode ends starts anew at its row of `rows`, [N]."""
+        """One bar as a pure function; an account whose episode ends restarts at its row of `rows`, [N]."""
         task = self.task
         target, shielded = task.decide(action, before)
         after, transition = task.advance(before, target)
@@ -194,7 +194,7 @@ class TradingEnv:
         return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
 
     def draw(self) -> Tensor:
-        """Rows to start at, [N]: drawn for every step, so that chance does not depend on what has happened."""
+        """Rows to start at, [N]: drawn at every step, so the random stream does not depend on past events."""
         draw = torch.randint(self.starts.shape[0], (self.num_envs,), generator=self.generator, device=self.device)
         return self.starts.index_select(0, draw)
 
@@ -202,7 +202,7 @@ class TradingEnv:
         return self.task.begin(open_accounts(rows, self.task.market.assets, self.task.market.dtype))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Accounts, cursors and the random generator: all that is needed to go on exactly."""
+        """Accounts, cursors and the random generator: the complete state, to resume exactly."""
         if self.state is None:
             raise ConfigError("TradingEnv.state_dict: call reset() first")
         state = self.state
@@ -217,9 +217,9 @@ class TradingEnv:
         }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from a saved state of an environment of the same size on the same bars."""
+        """Restore a saved state of an environment of the same size on the same bars."""
         if state["row"].shape[0] != self.num_envs:
-            raise ConfigError(f"state of {state['row'].shape[0]} environments given to {self.num_envs}")
+            raise ConfigError(f"state: saved for {state['row'].shape[0]} environments, but there are {self.num_envs}")
         rows = self.task.features.shape[0]
         if state["row"].numel() and not (int(state["row"].min()) >= 0 and int(state["row"].max()) < rows):
             raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")

@@ -1,4 +1,4 @@
-"""Accounts side by side: an agent that trades each symbol in an account of its own, looked at as one capital."""
+"""Combine separate accounts: an agent that trades each symbol in its own account, shown as one capital."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def separate(bars: Bars, accounts: Accounts) -> list[Bars]:
 
 
 def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
-    """One capital that was shared out equally among the accounts at the start, and never moved between them.
+    """One capital, split equally among the accounts at the start and never rebalanced.
 
-    All fractions become those of the whole. At a time that only some accounts have bars for, the others rest.
+    All fractions are of the whole. At a time for which only some accounts have bars, the others do not change.
     """
     if len(results) == 1:
         return results[0]

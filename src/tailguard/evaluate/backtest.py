@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 BATCH = 65_536
-"""Bars that are booked at once; it bounds the memory."""
+"""Bars booked at once; it bounds the memory."""
 BOOKED = ("net", "pnl", "turnover", "unfilled", *COST_KINDS)
-"""What is kept of every bar's transition."""
+"""Fields kept of every bar's transition."""
 
 
 @runtime_checkable
 class Agent(Protocol):
-    """A trained agent: SB3's `predict`, and what its environment looked like."""
+    """A trained agent: SB3's `predict`, and a description of its environment."""
 
     @property
     def spec(self) -> TradingSpec | None: ...
@@ -60,14 +60,14 @@ class Agent(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class BacktestResult:
-    """What happened, bar by bar. `T` bars were traded; all fractions are of the equity before the bar."""
+    """The result, bar by bar. `T` bars were traded; all fractions are of the equity before the bar."""
 
     time: NDArray[np.int64]
     """Open times of the traded bars, milliseconds UTC, [T]."""
     equity: Float
-    """Equity at the closes as a multiple of the starting capital, the start in front, [T + 1]."""
+    """Equity at the closes as a multiple of the starting capital, starting value first, [T + 1]."""
     targets: Float
-    """Weights asked for at each bar's open, NaN where the position was held, [T, A]."""
+    """Target weights at each bar's open, NaN where the position was held, [T, A]."""
     weights: Float
     """Weights at the closes, [T, A]."""
     net: Float
@@ -79,19 +79,19 @@ class BacktestResult:
     turnover: Float
     """Absolute value traded, [T]."""
     unfilled: Float
-    """Absolute value that the bar's volume could not take, [T]."""
+    """Absolute value beyond the bar's volume cap, not filled, [T]."""
     shielded: NDArray[np.bool_]
-    """Where the agent's shield held its positions back, [T]; `targets` are those after it."""
+    """Where the agent's shield reduced its positions, [T]; `targets` are those after it."""
     liquidated: bool
-    """Whether the account was closed by force; it stays flat from there on."""
+    """Whether the account was liquidated; it stays flat from then on."""
     bars_per_year: float
     symbols: tuple[str, ...]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every figure by name: those of `evaluate.metrics.track_record`, and what only the books know.
+        """Every metric by name: those of `evaluate.metrics.track_record`, and those from costs and positions.
 
-        `tailguard.evaluate.metrics` and docs/evaluation.md say what each means.
+        `tailguard.evaluate.metrics` and docs/evaluation.md define each one.
         """
         per_day = self.bars_per_year / metrics.DAYS_PER_YEAR
         gross = np.abs(self.weights).sum(-1)
@@ -113,7 +113,7 @@ class BacktestResult:
         return html_table("Backtest", self._facts())
 
     def _facts(self) -> dict[str, str]:
-        """What a notebook shows first; `metrics` has everything."""
+        """The summary shown in a notebook; `metrics` has everything."""
         first, last = (np.datetime64(int(moment), "ms").astype("datetime64[D]") for moment in self.time[[0, -1]])
         figures = self.metrics
         return {
@@ -134,7 +134,7 @@ class BacktestResult:
         return equity_chart({"equity": self}, falls=("equity",), filled="equity")
 
     def frame(self) -> polars.DataFrame:
-        """Everything as one table, a row a bar."""
+        """Everything as one table, one row per bar."""
         import polars
 
         columns: dict[str, Any] = {"time": self.time, "equity": self.equity[1:], "net": self.net, "pnl": self.pnl}
@@ -167,12 +167,12 @@ def backtest(
     `config`: costs and margin; an agent's own by default.
     `delay`: whole bars that every decision waits beyond the next open before it fills.
     `noise`: normal noise on each feature an agent sees, in standard deviations of that feature over these bars, drawn
-    from `seed`. What it knows exactly, its weights and its account, is left as it is.
+    from `seed`. Its weights and account inputs stay exact.
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
     `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
 
-    An agent sees what it saw in training: its window of `episode_length` bars starts anew, with its memory cleared,
-    whenever it has run out, while the account goes on. Before each gap in the bars all positions are closed. A
+    An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
+    whenever it ends, while the account continues. Before each gap in the bars all positions are closed. A
     liquidated account stays flat.
     """
     check_count("delay", delay, low=0)
@@ -292,7 +292,7 @@ def _run(
 
 @dataclass(frozen=True)
 class _Course:
-    """What the account was and was told at each bar, before it was traded; all that the books follow from."""
+    """State of the account and its orders at each bar, before trading; the books follow from them."""
 
     rows: NDArray[np.int64]
     """The bars at whose closes the decisions were made, [T]."""
@@ -318,7 +318,7 @@ class _Course:
 
 
 def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) -> BacktestResult:
-    """The books of all bars, by the simulator: it takes every bar at once, as many accounts side by side."""
+    """The books of all bars, by the simulator: it processes all bars at once, each as a separate account."""
     market, count = task.market, len(course.rows)
     booked = np.empty((count, len(BOOKED)))
     weights = np.empty((count, panel.assets))

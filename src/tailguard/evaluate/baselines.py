@@ -1,4 +1,4 @@
-"""Policies to beat. Each sees a `Moment`, all that is known once a bar has closed, and returns target weights."""
+"""Baseline policies. Each sees a `Moment`, everything known at the close of a bar, and returns target weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 HOLD = np.nan
-"""Weight that means: leave this position alone."""
+"""Weight that means: hold this position."""
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class Moment:
     """Equity as a multiple of the starting capital."""
     bars_per_year: float
     unfilled: Float | None = None
-    """What volume left unfilled of the last order, as shares of equity, positive to buy, [A]; None: nothing."""
+    """Unfilled part of the last order, as shares of equity, positive to buy, [A]; None: nothing."""
 
     @property
     def waiting(self) -> NDArray[np.bool_]:
-        """Assets whose last order was not filled to its end, [A]."""
+        """Assets whose last order was not completely filled, [A]."""
         return np.zeros(len(self.weights), bool) if self.unfilled is None else self.unfilled != 0
 
 
 Policy = Callable[[Moment], Float]
-"""Target weights [A] for the next open; NaN (`HOLD`) leaves a position alone."""
+"""Target weights [A] for the next open; NaN (`HOLD`) holds a position."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """Never trades: what cash does."""
+    """Never trades: cash."""
 
     def __call__(self, moment: Moment) -> Float:
         return np.zeros_like(moment.weights)
@@ -66,9 +66,9 @@ class Flat:
 
 @dataclass(frozen=True)
 class BuyAndHold:
-    """Buys all assets in equal parts, at the start and after every gap that closed them, and leaves them alone.
+    """Buys all assets in equal parts, at the start and after every gap that closed them, and holds them.
 
-    An order that volume cuts is asked for again at every bar until it is filled.
+    An order that the volume cap cuts is repeated at every bar until it is filled.
     """
 
     exposure: float = 1.0
@@ -83,7 +83,7 @@ class BuyAndHold:
 class MovingAverageCross:
     """Long an asset while its fast average is above the slow one, else short (or flat without shorts).
 
-    An order that volume cuts is asked for again at every bar until it is filled.
+    An order that the volume cap cuts is repeated at every bar until it is filled.
     """
 
     fast: int = 24
@@ -108,10 +108,10 @@ class MovingAverageCross:
 
 @dataclass(frozen=True)
 class VolatilityTarget:
-    """Long every asset, scaled so that its trailing volatility meets a yearly target, up to full exposure."""
+    """Long every asset, scaled to a yearly volatility target by its trailing volatility, up to full exposure."""
 
     target: float = 0.2
-    """Yearly volatility aimed at, all assets together if they moved as one."""
+    """Yearly volatility target, of all assets together if they were perfectly correlated."""
     window: int = 168
     exposure: float = 1.0
     """Largest gross weight."""
@@ -134,7 +134,7 @@ class VolatilityTarget:
 
 
 def standard_baselines(leverage: float = 1.0, allow_short: bool = True) -> dict[str, Policy]:
-    """The baselines every agent is shown beside."""
+    """The baselines shown with every agent."""
     full = min(leverage, 1.0)
     return {
         "buy & hold": BuyAndHold(exposure=full),
@@ -147,10 +147,9 @@ def standard_baselines(leverage: float = 1.0, allow_short: bool = True) -> dict[
 def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Generator) -> Float:
     """The agent's own decisions at other times: a random policy of its turnover and exposure, as target weights [R, A].
 
-    Its targets are moved along the bars by a random number of them, a tenth to nine tenths of the record, those pushed
-    over the end coming in at the beginning. Size, frequency and length of the trades stay what they were, and so do
-    costs; what is gone is any relation to the prices they meet. A policy that earns its money by timing does worse at
-    other times, one that is paid for its exposure does not.
+    Its targets are shifted circularly by a random number of bars, a tenth to nine tenths of the record. Size,
+    frequency, holding times and costs of the trades stay the same; any relation to prices is lost. A policy with timing
+    skill does worse at other times; one that is paid for its exposure does not.
     """
     panel = bars.panel("portfolio")
     rows = np.searchsorted(panel.time, result.time) - 1
@@ -160,7 +159,9 @@ def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Gener
         or rows.max() + 1 >= panel.rows
         or (panel.time[rows + 1] != result.time).any()
     ):
-        raise ConfigError("random timing: the result was not made on these bars; pass the bars it was backtested on")
+        raise ConfigError(
+            "random timing: the result was not computed on these bars; pass the bars it was backtested on"
+        )
     count = len(rows)
     shift = int(generator.integers(count // 10, count - count // 10))
     targets = np.zeros((panel.rows, panel.assets))

@@ -2,12 +2,12 @@
 
 Blocks of random length, drawn with replacement from the series wrapped into a circle, keep the serial dependence that
 single draws destroy. The mean block length comes from the automatic rule of Politis & White (2004), for two series,
-and the longer of the two holds: the figure's influence values (the linear part of what each bar contributes to it), and
-the squared returns. Where volatility comes in clusters the tail is dependent although returns are not correlated, and
-a rule that looks at returns alone draws blocks of one bar.
+and the longer of the two is used: the metric's influence values (the linear part of each bar's contribution to it), and
+the squared returns. With volatility clustering the tail is dependent although returns are not correlated, and a rule
+based on returns alone draws blocks of one bar.
 
 The ends of an interval are those of the bias-corrected accelerated bootstrap (BCa, Efron 1987), at levels widened by
-Student's t: what a tail is made of is a handful of bad days, and their spread is itself known from that handful only.
+Student's t: a tail consists of a few bad days, and their variance is itself estimated from these few.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Statistic:
-    """A figure of a series, for many series at once, and how much each observation contributes to it."""
+    """A statistic of a series, for many series at once, and the contribution of each observation."""
 
     of_rows: Callable[[Float], Float]
     """[..., n] -> [...]"""
     influence: Callable[[Float], Float]
     """Influence value of each observation, [n] -> [n], with mean zero."""
     share: float = 1.0
-    """Share of the observations that the figure is made of: alpha for a tail, 1 for a mean."""
+    """Share of the observations that the statistic uses: alpha for a tail, 1 for a mean."""
 
 
 def mean_statistic(bars_per_year: float) -> Statistic:
@@ -75,15 +75,15 @@ def cvar_statistic(alpha: float) -> Statistic:
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate, how far the truth may be from it, and how that was worked out."""
+    """An estimate with its confidence interval, and how it was computed."""
 
     estimate: float
     low: float
     high: float
     level: float
-    """Share of such intervals that hold the truth."""
+    """Share of such intervals that contain the true value."""
     p_value: float
-    """One-sided: how often chance alone gives this much or more where the truth is zero."""
+    """One-sided: the probability of this value or more under noise alone, if the true value is zero."""
     block: float
     """Mean length of the resampled blocks, in observations."""
     resamples: int
@@ -98,10 +98,10 @@ def interval(
     resamples: int = RESAMPLES,
     overlap: int = 1,
 ) -> Interval:
-    """Confidence interval of a figure of one series, [n].
+    """Confidence interval of a statistic of one series, [n].
 
     `overlap`: bars of the windows the observations are returns of, where windows overlap; blocks are not shorter.
-    The ends are NaN where the figure is not defined on every resample.
+    The ends are NaN where the statistic is not defined on every resample.
     """
     return _interval((series,), statistic, generator, level, resamples, overlap)
 
@@ -116,9 +116,9 @@ def paired_difference(
     resamples: int = RESAMPLES,
     overlap: int = 1,
 ) -> Interval:
-    """Confidence interval of a figure of `first` less that of `second`, two series [n] over the same bars.
+    """Confidence interval of a statistic of `first` minus that of `second`, two series [n] over the same bars.
 
-    Both are resampled at the same times, so what moves both does not blur the difference.
+    Both are resampled at the same times, so common moves do not add noise to the difference.
     """
     if first.shape != second.shape:
         raise ConfigError(
@@ -149,7 +149,7 @@ def _interval(
         return Interval(estimate, math.nan, math.nan, level, math.nan, math.nan, resamples)
     influence = combine([statistic.influence(each) for each in series])
     memory = [influence, *((each - each.mean()) ** 2 for each in series)]
-    # Blocks a little too long cost little; weak dependence that the rule cannot tell from noise costs coverage.
+    # Slightly long blocks cost little; weak dependence that the rule takes for noise costs coverage.
     shortest = max(overlap, (statistic.share * count) ** (1 / 3))
     block = min(max(shortest, *(block_length(each) for each in memory)), count / 4)
     drawn = np.concatenate(
@@ -164,7 +164,7 @@ def _interval(
     width = student_quantile((1 + level) / 2, min(degrees_of_freedom(sums), statistic.share * count / block))
     low, high = bca_ends(drawn, estimate, acceleration(sums), width)
     if statistic.share < 1:
-        # No resample is worse than the worst that was seen, so its quantiles end there; the truth need not.
+        # No resample is worse than the worst observation, so its quantiles end there; the true value may be beyond.
         reach = width * float(drawn.std(ddof=1))
         centre = 2 * estimate - float(drawn.mean())
         low = min(low, centre - reach)
@@ -222,7 +222,7 @@ def block_sums(influence: Float, block: float) -> Float:
 
 
 def acceleration(sums: Float) -> float:
-    """How fast the figure's deviation changes with the figure (Efron 1987): a sixth of the skewness."""
+    """How fast the statistic's deviation changes with the statistic (Efron 1987): a sixth of the skewness."""
     scale = float((sums**2).sum())
     return float((sums**3).sum()) / (6 * scale**1.5) if scale > 0 else 0.0
 
@@ -248,7 +248,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def bca_ends(drawn: Float, estimate: float, accelerated: float, width: float) -> tuple[float, float]:
-    """Ends of the BCa interval from resampled figures [B]: `width` normal deviations to both sides."""
+    """Ends of the BCa interval from resampled statistics [B]: `width` normal deviations to both sides."""
     share = (np.count_nonzero(drawn < estimate) + np.count_nonzero(drawn == estimate) / 2) / len(drawn)
     bias = NORMAL.inv_cdf(float(np.clip(share, 1 / (len(drawn) + 1), len(drawn) / (len(drawn) + 1))))
 

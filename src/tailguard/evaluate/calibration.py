@@ -1,8 +1,8 @@
-"""Were the predicted risks the realised ones? Predicted quantiles against outcomes, and the risk budget against CVaR.
+"""Calibration: predicted quantiles against outcomes, and the risk budget against realised CVaR.
 
-Predictions are N quantiles of the return to come at the midpoints (i − ½)/N, as a quantile critic gives them. Where
+Predictions are N quantiles of the future return at the midpoints (i − ½)/N, as of a quantile critic. Where
 returns span several bars and are predicted at every bar, neighbouring outcomes share most of their bars; `overlap` is
-the number of bars they span, and the test counts such neighbours for what they are worth.
+the number of bars they span, and the test corrects for this dependence.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tailguard.validate import check_choice, check_count, check_range
 Float = NDArray[np.float64]
 
 Outcome = Literal["return", "drawdown"]
-"""What a budget is about: the return over a window, or the deepest fall from a high within it."""
+"""What a budget limits: the return over a window, or the maximum drawdown within it."""
 
 
 def pit_values(predicted: Float, realised: Float) -> Float:
     """Probability integral transform: the predicted probability of an outcome at or below the realised one, [n].
 
-    Even on (0, 1) where predictions are right. `predicted` [n, N]: quantiles at midpoints, in any order; `realised`
-    [n]. Between two quantiles it is linear; beyond the first and the last, where 1/(2N) of the probability lies without
-    further detail, it is the middle of that share. Of tied quantiles an outcome takes the middle.
+    Uniform on (0, 1) if predictions are calibrated. `predicted` [n, N]: quantiles at midpoints, in any order;
+    `realised` [n]. Between two quantiles it is linear; beyond the first and the last, where 1/(2N) of the probability
+    lies without further detail, it is the middle of that share. For tied quantiles it is the middle.
     """
     ordered = np.sort(predicted, axis=1)
     return np.asarray((_share_below(ordered, realised, ties=False) + _share_below(ordered, realised, ties=True)) / 2)
 
 
 def _share_below(ordered: Float, realised: Float, *, ties: bool) -> Float:
-    """Interpolated distribution function of each row at its outcome, with the quantiles that equal it or without."""
+    """Interpolated distribution function of each row at its outcome, with or without the quantiles equal to it."""
     count = ordered.shape[1]
     value = realised[:, None]
     rank = ((ordered <= value) if ties else (ordered < value)).sum(1)
@@ -61,7 +61,7 @@ class Calibration:
     """Probability integral transform of each outcome, [n]."""
     histogram: Float
     """Share of the outcomes in each of equally wide bins of the PIT, [bins]; 1 / bins each where predictions are right.
-    Too many at both ends: risk was underestimated. A heap in the middle: overestimated."""
+    Too many at both ends: risk was underestimated. Too many in the middle: overestimated."""
     levels: Float
     """Midpoints (i − ½)/N, [N]."""
     coverage: Float
@@ -69,15 +69,15 @@ class Calibration:
     predicted: Float
     """Quantiles of the returns predicted over the whole period, [N]: of all predictions taken together."""
     realised: Float
-    """Quantiles of the returns that came, [N]."""
+    """Quantiles of the realised returns, [N]."""
     statistic: float
-    """χ² of the histogram against evenness, corrected for overlap."""
+    """χ² of the histogram against the uniform distribution, corrected for overlap."""
     freedom: float
     """Degrees of freedom of the statistic; bins − 1 without overlap."""
     p_value: float
-    """How often right predictions give as uneven a histogram; small: the predictions are wrong."""
+    """Probability of at least this statistic if the predictions are calibrated; small: they are not."""
     effective: float
-    """Independent outcomes that would say as much about the histogram as these overlapping ones."""
+    """Effective sample size: independent outcomes with the information of these overlapping ones."""
 
 
 def calibration(predicted: Float, realised: Float, *, overlap: int = 1, bins: int = 10) -> Calibration:
@@ -119,7 +119,7 @@ def calibration(predicted: Float, realised: Float, *, overlap: int = 1, bins: in
 
 
 def _count_moments(inside: Float, overlap: int) -> tuple[float, float]:
-    """Sum and sum of squares of the factors by which χ² terms are inflated, from indicators of the bins [n, bins].
+    """Sum and sum of squares of the inflation factors of the χ² terms, from indicators of the bins [n, bins].
 
     They are the eigenvalues of the counts' long-run covariance over what independent counts have, all 1 for those, so
     χ² is distributed as a sum of squared normals with these weights.
@@ -131,7 +131,7 @@ def _count_moments(inside: Float, overlap: int) -> tuple[float, float]:
         lagged = centred[lag:].T @ centred[:-lag] / count
         covariance += lagged + lagged.T
     factors = covariance * bins
-    # Never less than independent outcomes would have: lags summed from few windows can come out below zero.
+    # At least the value of independent outcomes: sums over lags from few windows can be negative.
     first = max(float(np.trace(factors)), bins - 1.0)
     return first, max(float((factors**2).sum()), first**2 / (bins - 1))
 
@@ -143,7 +143,7 @@ def chi_square_tail(statistic: float, freedom: float) -> float:
 
 
 class Verdict(StrEnum):
-    """What the record says about the budget."""
+    """The verdict on the budget."""
 
     KEPT = "kept"
     BROKEN = "broken"
@@ -163,9 +163,9 @@ class RiskBudget:
     horizon: int
     """Bars of a window."""
     tail_windows: float
-    """Worst windows, counted without overlap: what the estimate rests on."""
+    """Number of worst windows, counted without overlap, that the estimate rests on."""
     outcome: Outcome = "return"
-    """What the mean of the worst windows is taken of."""
+    """The outcome of a window: return or drawdown."""
 
 
 def tail_interval(
@@ -180,9 +180,9 @@ def tail_interval(
 ) -> Interval:
     """CVaR of all windows of `horizon` bars of an equity curve [T + 1], and its interval.
 
-    The wider of two at each end: that of the bootstrap, and what records with volatility as persistent as this one's
-    show in simulation (`volatility.tail_deviations`). Falls from a high scale with volatility as losses do, so the
-    simulated losses stand for both outcomes.
+    Each end is the wider of two: that of the bootstrap, and that of simulated records with the same persistence of
+    volatility (`volatility.tail_deviations`). Drawdowns scale with volatility as losses do, so the simulated losses are
+    used for both outcomes.
     """
     outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
     found = interval(outcomes, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
@@ -190,7 +190,7 @@ def tail_interval(
     if not found.estimate < 0 or not len(deviations) or math.isnan(found.low):
         return found
     below, above = np.quantile(deviations, ((1 - level) / 2, (1 + level) / 2))
-    # An account cannot lose more than all of itself.
+    # An account cannot lose more than its equity.
     low = max(found.estimate * math.exp(-float(below)), -1.0)
     high = found.estimate * math.exp(-float(above))
     return replace(found, low=min(found.low, low), high=max(found.high, high))
@@ -207,10 +207,10 @@ def risk_budget(
     level: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> RiskBudget:
-    """Did the budget hold? CVaR of all windows of `horizon` bars of an equity curve [T + 1] against the limit.
+    """Compare the CVaR of all windows of `horizon` bars of an equity curve [T + 1] with the limit.
 
     `limit`: smallest allowed mean of the worst alpha share of windows: −0.04 is a loss of 4 %.
-    `outcome`: of a window: its return, or its deepest fall from a high.
+    `outcome`: of a window: its return, or its maximum drawdown.
     """
     check_choice("outcome", outcome, get_args(Outcome))
     check_range("limit", limit, low=-1, high=0)

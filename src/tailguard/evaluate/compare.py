@@ -1,4 +1,4 @@
-"""Runs side by side: what each did on its test period, how sure the difference is, and which settings made it."""
+"""Compare runs: test results, significance of the differences, and settings that differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_s
 from tailguard.evaluate.table import growth_of, p_value, percent, print_rows, tail_cell, with_interval
 from tailguard.evaluate.trained import open_run
 
-HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "deepest fall", "CVaR 5 %/wk", "turnover/d")
+HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "max drawdown", "CVaR 5 %/wk", "turnover/d")
 AHEAD = "ahead of first"
 SEED = "training.seed"
 
@@ -37,7 +37,7 @@ class Entry:
     """On its own test period, net of costs."""
     sharpe: Interval
     ahead: Interval | None
-    """Its Sharpe ratio less that of the first run; none for the first, and where the two met other bars."""
+    """Its Sharpe ratio minus that of the first run; None for the first, and where the test bars differ."""
     settings: Mapping[str, Any]
     """Every setting by its path."""
 
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All runs, and what can be said of them together."""
+    """All runs, and their joint statistics."""
 
     entries: tuple[Entry, ...]
     differing: Mapping[str, tuple[str, ...]]
@@ -67,24 +67,24 @@ class Comparison:
     seeds: SeedSummary | None
     """Interquartile mean of the Sharpe ratios where the runs differ in their seed alone."""
     overfitting: Overfitting | None
-    """Would the run that looks best by half of the bars be good in the other half; none where they met other bars."""
+    """Probability of backtest overfitting; None where the test bars differ."""
 
     def notes(self) -> list[str]:
-        """What to keep in mind, in words."""
+        """Notes on interpretation."""
         notes = []
         if any(entry.ahead is None for entry in self.entries[1:]):
-            notes.append("Runs that were tested on other bars than the first are not compared with it.")
+            notes.append("Runs tested on other bars than the first run are not compared with it.")
         if self.seeds is not None:
             found = self.seeds
-            few = "" if found.seeds >= 5 else "; fewer than five seeds say little"
+            few = "" if found.seeds >= 5 else "; fewer than five seeds are weak evidence"
             notes.append(
                 f"Over {found.seeds} seeds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
                 f"{100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f}{few}."
             )
         elif len(self.entries) > 1:
             notes.append(
-                f"The best of {len(self.entries)} runs looks better than it is; tailguard report RUN takes all "
-                "trials that were made on its bars into account."
+                f"The best of {len(self.entries)} runs is biased upwards by selection; tailguard report RUN corrects "
+                "for all trials on its bars."
             )
         if self.overfitting is not None:
             notes.append(overfitting_in_words(self.overfitting, "run"))
@@ -129,7 +129,7 @@ def compare_runs(
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The comparison in a terminal."""
     names, *figures = zip(*(entry.row for entry in comparison.entries), strict=True)
-    # A run a column: names of figures are short, and a terminal has room for two or three runs beside them.
+    # One column per run: metric names are short, and a terminal has room for two or three runs.
     rows = [(heading, *cells) for heading, cells in zip((*HEADINGS[1:], AHEAD), figures, strict=True)]
     print_rows(("test, net of costs", *names), rows, console)
     if comparison.differing:
@@ -141,7 +141,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def comparison_page(comparison: Comparison) -> str:
-    """The comparison as one HTML file: equity curves over each other, the table, and what differs."""
+    """The comparison as one HTML file: overlaid equity curves, the table, and the settings that differ."""
     page = Page()
     names = [entry.name for entry in comparison.entries]
     page.add(f"<h1>{escape(' · '.join(names))}</h1>")
@@ -154,7 +154,7 @@ def comparison_page(comparison: Comparison) -> str:
     )
     page.table((*HEADINGS, AHEAD), [entry.row for entry in comparison.entries], caption="Test period, net of costs.")
     if comparison.differing:
-        page.heading("settings", "What is different")
+        page.heading("settings", "Settings that differ")
         page.table(("setting", *names), [(key, *values) for key, values in comparison.differing.items()])
     return page.html(f"{' · '.join(names)} · Tailguard comparison")
 

@@ -1,6 +1,6 @@
-"""Who decides in a backtest: a trained agent, a function of what is known, or an array of target weights.
+"""Sources of decisions in a backtest: a trained agent, a function of a `Moment`, or an array of target weights.
 
-Each decider names target weights [A] for the next open as a list of plain numbers, in which NaN holds a position.
+Each decider returns target weights [A] for the next open as a list of plain numbers, in which NaN holds a position.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Float = NDArray[np.float64]
 
 @dataclass
 class Window:
-    """The episode an agent believes it is in."""
+    """The agent's current episode."""
 
     start_equity: float
     peak_equity: float
@@ -34,13 +34,13 @@ class Window:
 
 
 class Decider(Protocol):
-    """Names target weights [A] for the next open; NaN holds."""
+    """Returns target weights [A] for the next open; NaN holds."""
 
     def __call__(self, account: SerialAccount, window: Window, first: bool) -> list[float]: ...
 
 
 class AgentDecider:
-    """Shows the policy what it saw in training; its memory is cleared where a window begins."""
+    """Gives the policy the same observations as in training; its memory is reset where a window starts."""
 
     def __init__(self, policy: StepPolicy, task: TradingTask, panel: Panel) -> None:
         self.policy, self.task, self.panel = policy, task, panel
@@ -73,7 +73,7 @@ class AgentDecider:
 
 
 class FunctionDecider:
-    """Asks a function of a `Moment`."""
+    """Calls a function of a `Moment`."""
 
     def __init__(self, policy: Policy, panel: Panel) -> None:
         self.policy, self.panel = policy, panel
@@ -123,7 +123,7 @@ class ArrayDecider:
 
 
 def check_target(target: list[float], panel: Panel, row: int, config: MarketConfig) -> None:
-    """Refuse what the account may not do, before it is traded."""
+    """Refuse invalid target weights before they are traded."""
     gross, short = 0.0, False
     for weight in target:
         if weight == weight:
@@ -144,5 +144,5 @@ def check_target(target: list[float], panel: Panel, row: int, config: MarketConf
 
 
 def place(panel: Panel, row: int) -> str:
-    """Where in the bars a decision was made, to begin a message with."""
+    """Row and time of a decision, as the start of a message."""
     return f"target weights at row {row + 1} ({np.datetime64(int(panel.time[row]), 'ms')})"

@@ -1,8 +1,7 @@
-"""Figures of a track record: pure functions of per-bar net returns or of equity. Returns are fractions, 0.01 is 1 %.
+"""Metrics of a track record: pure functions of per-bar net returns or of equity. Returns are fractions, 0.01 is 1 %.
 
-Equity curves carry their starting value in front. A figure that is not defined on what it was given (a Sharpe ratio of
-returns that never vary) is NaN, never a stand-in. `docs/evaluation.md` says what each figure means and where it
-misleads.
+Equity curves include their starting value. An undefined metric (a Sharpe ratio of constant returns) is NaN, never a
+substitute. `docs/evaluation.md` explains what each metric means and where it misleads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DAYS_PER_YEAR = 365.25
 
 
 def growth_per_year(equity: Float, bars_per_year: float) -> float:
-    """Compound yearly growth of an equity curve with its starting value in front; −1 for a ruined account."""
+    """Compound yearly growth of an equity curve with its starting value; −1 for a ruined account."""
     total = float(equity[-1] / equity[0])
     years = (len(equity) - 1) / bars_per_year
     if total <= 0:
@@ -54,7 +53,7 @@ def sharpe_of_rows(returns: Float) -> Float:
 def sharpe_autocorrelated(returns: Float, bars_per_year: float) -> float:
     """Yearly Sharpe ratio that takes serial correlation into account (Lo 2002); NaN where it has no positive variance.
 
-    It counts the lags that stand out of the noise (`significant_lags`), so without serial correlation it is the usual
+    It uses only significant lags (`significant_lags`), so without serial correlation it is the usual
     Sharpe ratio.
     """
     if not np.ptp(returns) > 0:
@@ -81,7 +80,7 @@ def autocorrelations(values: Float, lags: int) -> Float:
 
 
 def significant_lags(values: Float) -> int:
-    """Last lag before the autocorrelation falls into the noise for good (Politis 2003, as in Politis & White 2004).
+    """Last significant lag of the autocorrelation (Politis 2003, as in Politis & White 2004).
 
     The smallest m after which max(5, log₁₀ n) autocorrelations in a row stay inside ±2√(log₁₀ n / n); where none does,
     the last lag outside.
@@ -105,33 +104,33 @@ def sortino(returns: Float, bars_per_year: float) -> float:
 
 
 def drawdowns(equity: Float) -> Float:
-    """Fall from the highest equity so far, at each point, as a fraction (0 or negative)."""
+    """Drawdown at each point, as a fraction (0 or negative)."""
     return np.asarray(equity / np.maximum.accumulate(equity) - 1.0)
 
 
 def max_drawdown(equity: Float) -> float:
-    """Deepest fall from a previous high, as a negative fraction."""
+    """Maximum drawdown, as a negative fraction."""
     return float(drawdowns(equity).min())
 
 
 @dataclass(frozen=True)
 class Drawdown:
-    """A fall from a high and the way back. Positions are indices into the equity curve."""
+    """A drawdown and its recovery. Positions are indices into the equity curve."""
 
     depth: float
     """As a negative fraction; 0 where equity never fell."""
     peak: int
     trough: int
     recovery: int | None
-    """Where equity was back at the peak; None while it is not."""
+    """Where equity recovered to the peak; None if it has not."""
     bars: int
     """From the peak to the recovery, or to the end of the curve."""
 
 
 def deepest_drawdown(equity: Float) -> Drawdown:
-    """The fall whose depth is `max_drawdown`; the first of several equal ones."""
+    """The drawdown whose depth is `max_drawdown`; the first of several equal ones."""
     trough = int(np.argmin(drawdowns(equity)))
-    # The peak counts from its last bar: equity at its height has not begun to fall.
+    # The peak is the last bar at the high, before equity falls.
     peak = trough - int(np.argmax(equity[: trough + 1][::-1]))
     back = np.flatnonzero(equity[trough:] >= equity[peak])
     recovery = trough + int(back[0]) if len(back) else None
@@ -140,11 +139,11 @@ def deepest_drawdown(equity: Float) -> Drawdown:
 
 
 def longest_drawdown(equity: Float) -> int:
-    """Most bars spent below a previous high, from the high to the recovery or the end."""
+    """Longest drawdown in bars, from the peak to the recovery or the end."""
     at_high = np.flatnonzero(drawdowns(equity) == 0)
     ends = np.append(at_high, len(equity) - 1)
     spells = np.diff(ends)
-    # Neighbouring highs are no fall; the last spell is one as soon as it has a bar below the high.
+    # Neighbouring highs are no drawdown; the last spell is one once it has a bar below the high.
     return int(max(spells[:-1][spells[:-1] > 1].max(initial=0), spells[-1]))
 
 
@@ -155,12 +154,12 @@ def calmar(equity: Float, bars_per_year: float) -> float:
 
 
 def value_at_risk(returns: Float, alpha: float) -> float:
-    """The alpha-quantile of returns: the best of the worst alpha share."""
+    """The alpha-quantile of returns, the threshold of the worst alpha share."""
     return float(np.quantile(returns, alpha, method="inverted_cdf"))
 
 
 def cvar(returns: Float, alpha: float) -> float:
-    """Mean of the worst alpha share of returns, the boundary observation weighted by the part that belongs to it."""
+    """Mean of the worst alpha share of returns, the boundary observation weighted by its fraction in the tail."""
     return float(cvar_of_rows(returns, alpha))
 
 
@@ -176,20 +175,20 @@ def cvar_of_rows(returns: Float, alpha: float) -> Float:
 
 
 def horizon_returns(equity: Float, bars: int) -> Float:
-    """Returns over all overlapping windows of this many bars, oldest first; 0 from an account already emptied."""
+    """Returns over all overlapping windows of this many bars, oldest first; 0 where equity is already zero."""
     start = equity[:-bars]
     alive = start > 0
     return np.where(alive, equity[bars:] / np.where(alive, start, 1.0) - 1.0, 0.0)
 
 
 def horizon_drawdowns(equity: Float, bars: int) -> Float:
-    """Deepest fall from a high within each overlapping window of this many bars, oldest first, 0 or negative.
+    """Maximum drawdown within each overlapping window of this many bars, oldest first, 0 or negative.
 
-    A window's first high is the equity it begins with. A fall from an account already emptied is none.
+    A window's first peak is its starting equity. The drawdown is 0 where equity is already zero.
     """
     windows = np.lib.stride_tricks.sliding_window_view(equity, bars + 1)
     deepest = np.zeros(len(windows))
-    piece = max(1, (1 << 22) // (bars + 1))  # windows at a time, so that memory does not grow with the record
+    piece = max(1, (1 << 22) // (bars + 1))  # in blocks of windows, so memory does not grow with the record
     for begin in range(0, len(windows), piece):
         part = windows[begin : begin + piece]
         high = np.maximum.accumulate(part, axis=1)
@@ -235,12 +234,12 @@ def _standardised_moment(returns: Float, order: int) -> float:
 def horizons(bars_per_year: float) -> dict[str, int]:
     """Bars in a bar, a day and a week; a horizon shorter than a bar is left out."""
     lengths = {name: days * bars_per_year / DAYS_PER_YEAR for name, days in (("day", 1), ("week", 7))}
-    # The tolerance is the rounding of bars per year, which makes a weekly bar a hair shorter than a week.
+    # The tolerance is the rounding of bars per year, which makes a weekly bar slightly shorter than a week.
     return {"bar": 1} | {name: round(bars) for name, bars in lengths.items() if bars > 1 - 1e-9}
 
 
 def tail_figures(equity: Float, windows: Mapping[str, int], levels: Sequence[float] = TAIL_LEVELS) -> dict[str, float]:
-    """VaR and CVaR of overlapping windows: `var_5_day`, `cvar_5_day` and so on; windows as long as the record are out.
+    """VaR and CVaR of overlapping windows: `var_5_day`, `cvar_5_day` …; windows as long as the record are excluded.
 
     `windows`: bars by name, as `horizons` gives them.
     """
@@ -255,7 +254,7 @@ def tail_figures(equity: Float, windows: Mapping[str, int], levels: Sequence[flo
 
 
 def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[str, float]:
-    """All figures that equity [T + 1] and its per-bar returns [T] give; lengths of drawdowns in days."""
+    """All metrics of equity [T + 1] and its per-bar returns [T]; lengths of drawdowns in days."""
     days_per_bar = DAYS_PER_YEAR / bars_per_year
     return {
         "total_return": float(equity[-1] / equity[0] - 1),

@@ -1,4 +1,4 @@
-"""What training with some settings takes at the least, so that absurd ones are refused before anything is allocated."""
+"""Lower bounds of the memory that training needs; settings that cannot fit are refused before any allocation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 NUMBER = 4
 """Bytes of a float32."""
 OUTCOMES = 12
-"""Numbers that the environment says of each step, besides the weights."""
+"""Values that the environment reports at each step, besides the weights."""
 
 
 BAR = 200
-"""Bytes that a bar of the synthetic market takes at the least: its columns, those it is made from, and its features."""
+"""Minimum bytes per bar of the synthetic market: its columns, their inputs, and its features."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that a part of training takes at the least."""
+    """Minimum memory of a part of training."""
 
     settings: str
-    """The settings that decide it, with their values."""
+    """The settings that determine it, with their values."""
     what: str
     size: float
     """Bytes."""
@@ -39,7 +39,7 @@ class Need:
 
 
 def check_memory(config: RunConfig, env: TradingEnv) -> None:
-    """Refuse settings that cannot fit. The estimates are below what training really takes: nothing good is refused."""
+    """Refuse settings that cannot fit. The estimates are lower bounds, so no feasible setting is refused."""
     device = config.training.device
     _check(network_need(config, env), device)
     _check(rollout_need(config, env, free_memory(device)), device)
@@ -69,7 +69,7 @@ def network_need(config: RunConfig, env: TradingEnv) -> Need:
 
 
 def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
-    """What all accounts see, do and are told in the steps of one rollout, and the memories of the policy."""
+    """Observations, actions and infos of all accounts in one rollout, and the policy's memory states."""
     accounts, network = config.env.num_envs, config.chosen.network
     steps = config.chosen.n_steps or env.episode_length
     row = 2 * env.observation_size + env.task.market.assets + OUTCOMES + _critics(network)
@@ -77,7 +77,7 @@ def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
         # What the gradient needs of every step: layers, gates and cells of the policy, and the market's own arithmetic.
         row += 2 * sum(network.hidden) + 8 * network.lstm_size * network.lstm_layers + 2 * OUTCOMES
     each = float(NUMBER * (steps * row + 2 * network.lstm_size * (network.memory != "none")))
-    # Half of the memory: the update needs about as much again.
+    # Half of the memory: the update needs about the same amount again.
     fitting = free / 2 / each
     way_out = f"env.num_envs={int(fitting)} may fit" if fitting >= 1 else f"Make {config.learner}.n_steps smaller"
     return Need(
@@ -98,6 +98,6 @@ def _check(need: Need, device: str) -> None:
 
 
 def _critics(network: NetworkConfig) -> int:
-    """Numbers that the critics give for each step."""
+    """Outputs of the critics per step."""
     spread = {"quantile": network.quantiles, "categorical": network.atoms, "scalar": 1}[network.critic]
     return spread * (2 if network.twin_critics else 1)

@@ -1,4 +1,4 @@
-"""What to know about baselines before comparing with them: what they were charged, and what they could not trade."""
+"""Notes on baselines: assumed funding, and orders cut by volume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELD = "buy & hold"
 CUT_OFTEN = 0.02
-"""Share of bars from which on orders that volume cut are worth a note."""
+"""Smallest share of bars with orders cut by volume that gives a note."""
 
 
 def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bars that an agent has seen in training or validation: what it earns on them says nothing about skill."""
+"""Bars that an agent has seen in training or validation: results on them are no evidence of skill."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 SAME_NAME, OTHER_NAME = 0.5, 0.98
-"""Correlation of one-bar returns at the same times from which on two series are the same market: of a symbol with the
-same name, which may be quoted elsewhere, and of one with another name, which may be the same under a new one."""
+"""Smallest correlation of one-bar returns at which two series are the same market: for symbols with the same name,
+possibly on another exchange, and for symbols with different names, possibly renamed."""
 FEWEST_RETURNS = 20
-"""Returns at the same times below which their correlation says nothing, and the name decides."""
+"""Fewest common returns for the correlation to count; with fewer, the name decides."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a run has seen of the bars it is backtested on."""
+    """Overlap of the backtest's bars with a run's training and validation data."""
 
     share: float
-    """Of the traded bars, those that were in training or validation."""
+    """Share of the traded bars that were in training or validation."""
     parts: tuple[str, ...] = ()
-    """Of training and validation, the parts that they were in."""
+    """The parts they were in: training, validation or both."""
     first: datetime | None = None
-    """Open time of the first bar that was seen …"""
+    """Open time of the first seen bar …"""
     last: datetime | None = None
     """… and of the last."""
     strange: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Overlap:
     trained: tuple[str, ...] = ()
     """Symbols that it was trained on."""
     unknown: str = ""
-    """Why it cannot be told what the run has seen; empty where it can."""
+    """Why the overlap is unknown; empty if it is known."""
 
     @property
     def honest(self) -> bool:
@@ -51,18 +51,18 @@ class Overlap:
         return self.share == 0 and not self.unknown
 
     def lines(self) -> list[str]:
-        """What has to be said before any figure is believed."""
+        """Warnings to print before the results."""
         lines = []
         if self.unknown:
             lines.append(
-                f"WARNING  whether the agent was trained on these bars cannot be told: {self.unknown}. "
-                "Nothing is said about skill"
+                f"WARNING  whether the agent was trained on these bars is unknown: {self.unknown}. "
+                "The results are no evidence of skill"
             )
         if self.share > 0:
             lines.append(
                 f"WARNING  IN-SAMPLE: {percent(self.share, sign=False)} of these bars, {self.first:%Y-%m-%d %H:%M} to "
                 f"{self.last:%Y-%m-%d %H:%M}, were in the run's {' and '.join(self.parts)} data. "
-                "The figures say nothing about skill. Use later bars"
+                "The results are no evidence of skill. Use later bars"
             )
         if self.strange:
             lines.append(
@@ -74,8 +74,8 @@ class Overlap:
 def overlap_of(bars: Bars, training: Bars, validation: Bars) -> Overlap:
     """What is known of `bars`, as far as they are traded, from the training and the validation bars.
 
-    A bar was seen where one of the same market was seen at the same time. The market is told by the symbol and by its
-    returns, so that neither a new name nor another source hides it.
+    A bar counts as seen if a bar of the same market was seen at the same time. The market is identified by the symbol
+    and by its returns, so renamed symbols and other sources are found.
     """
     traded = _traded(bars)
     times = []
@@ -98,7 +98,7 @@ def overlap_of(bars: Bars, training: Bars, validation: Bars) -> Overlap:
 
 
 def overlap_with_run(config: RunConfig, bars: Bars) -> Overlap:
-    """What the run with these settings has seen of other bars than its own."""
+    """Overlap of other bars with the data of the run with these settings."""
     try:
         split = split_of(config, market_of(config)[0])
         training = split.bars("train") if isinstance(split, PreparedMarket) else split.train
@@ -114,7 +114,7 @@ def _traded(bars: Bars) -> pl.DataFrame:
 
 
 def _seen(traded: pl.DataFrame, part: pl.DataFrame, symbol: str) -> pl.DataFrame:
-    """The bars of this symbol that the part has, whatever the part calls them."""
+    """The bars of this symbol's market in the part, under any name."""
     mine = traded.filter(pl.col("symbol") == symbol)
     found = [mine.clear().select("symbol", "time")]
     for name in part["symbol"].unique(maintain_order=True):

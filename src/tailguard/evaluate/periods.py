@@ -12,7 +12,7 @@ Times = NDArray[np.int64]
 
 
 def monthly_returns(time: Times, net: Float) -> dict[int, dict[int, float]]:
-    """Net return by year and month, 1 to 12, UTC; a month that was traded in part has the return of that part.
+    """Net return by year and month, 1 to 12, UTC; a partly traded month has the return of its traded bars.
 
     `time`: open times of the bars in milliseconds, [T]. `net`: their net returns, [T].
     """
@@ -26,12 +26,12 @@ def monthly_returns(time: Times, net: Float) -> dict[int, dict[int, float]]:
 
 
 def year_return(months: dict[int, float]) -> float:
-    """Net return of the months together."""
+    """Compound net return of the months."""
     return float(np.prod([1 + value for value in months.values()]) - 1)
 
 
 def worst_drawdowns(equity: Float, count: int = 5) -> list[metrics.Drawdown]:
-    """The deepest `count` falls from a high, the deepest first; they do not overlap. `equity`: [n]."""
+    """The `count` deepest drawdowns, the deepest first; they do not overlap. `equity`: [n]."""
     falls = metrics.drawdowns(equity)
     below = (falls < 0).astype(np.int8)
     begins = np.flatnonzero(np.diff(below, prepend=0) == 1)

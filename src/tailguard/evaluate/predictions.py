@@ -1,4 +1,4 @@
-"""What the critics said would come, at every bar of a backtest, and what came."""
+"""The critics' predictions at every bar of a backtest, and the realised returns."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Float = NDArray[np.float64]
 FORGOTTEN = 0.01
 """Discount below which later rewards are left out of a realised return."""
 ENOUGH = 100
-"""Returns below which nothing is compared."""
+"""Fewest realised returns for a comparison."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Quantiles of the discounted return as the critics saw them at each bar, and the return that followed."""
+    """Quantiles of the discounted return predicted at each bar, and the return that followed."""
 
     predicted: Float
     """At midpoint levels, the mean of twin critics, [n, Q]; in units of discounted rewards."""
@@ -41,11 +41,11 @@ class Predictions:
 
 
 def predictions(agent: Learner, bars: Bars) -> Predictions | None:
-    """Backtest the agent, listen to its critics, and put what they said beside what came.
+    """Backtest the agent and compare its critics' predictions with the realised returns.
 
-    The critics speak of the exploring policy of the training, the backtest trades without exploration, so a small
-    difference is to be expected. None where there is nothing to compare: a critic without a distribution, rewards that
-    depend on where an episode began, a discount so near to one that no return ends within these bars, bars with gaps.
+    The critics predict the exploring policy of training, while the backtest trades without exploration, so a small
+    difference is expected. None where a comparison is impossible: a critic without a distribution, rewards that depend
+    on where an episode started, a discount so close to one that no return ends within these bars, bars with gaps.
     """
     horizon = _horizon(agent.config.gamma)
     if agent.config.network.critic == "scalar" or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
@@ -53,7 +53,7 @@ def predictions(agent: Learner, bars: Bars) -> Predictions | None:
     listener = _Listener(agent)
     net = backtest(listener, bars, progress_bar=False).net
     rewards = np.log1p(net) if agent.spec.reward == "log" else net
-    # Before a gap, and after a liquidation, the backtest asks no one.
+    # Before a gap, and after a liquidation, the backtest does not query the agent.
     if len(listener.observations) != len(net) or len(net) < horizon + ENOUGH or not np.isfinite(rewards).all():
         return None
     realised = discounted_returns(rewards, agent.config.gamma, horizon)
@@ -62,20 +62,20 @@ def predictions(agent: Learner, bars: Bars) -> Predictions | None:
 
 
 def discounted_returns(rewards: Float, gamma: float, horizon: int) -> Float:
-    """Σ γ^k r_{t+k} over k < horizon, for every t that has so many rewards to come, [T] -> [T − horizon + 1]."""
+    """Σ γ^k r_{t+k} over k < horizon, for every t with enough later rewards, [T] -> [T − horizon + 1]."""
     weights = gamma ** np.arange(horizon)
     return np.asarray(np.lib.stride_tricks.sliding_window_view(rewards, horizon) @ weights)
 
 
 def _horizon(gamma: float) -> int | None:
-    """Bars after which a reward hardly counts; none without a discount."""
+    """Bars after which a discounted reward is negligible; None without a discount."""
     if gamma >= 1:
         return None
     return max(1, math.ceil(math.log(FORGOTTEN) / math.log(gamma))) if gamma > 0 else 1
 
 
 class _Listener:
-    """The agent, with a record of what it was shown."""
+    """The agent, with a record of its observations."""
 
     def __init__(self, agent: Learner) -> None:
         self.agent = agent

@@ -21,6 +21,6 @@ def bound_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def check_settings(market: PreparedMarket, config: RunConfig) -> None:
-    """Refuse settings that the market was prepared with otherwise."""
+    """Refuse settings that differ from those of the prepared market."""
     for name, value in bound_settings(config).items():
         check_same_setting(market.folder, name, market.settings.get(name), value)

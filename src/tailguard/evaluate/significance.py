@@ -23,7 +23,7 @@ Float = NDArray[np.float64]
 
 NORMAL = NormalDist()
 ENOUGH_TRIALS = 5
-"""Trials below which their own variance is not trusted to be smaller than that of chance."""
+"""With fewer trials, the variance is at least that of noise alone."""
 OVERFITTING_BLOCKS = 16
 """Blocks of a record for the probability of backtest overfitting; their halves give 12,870 splits."""
 
@@ -79,23 +79,23 @@ def expected_best_sharpe(trials: int, variance: float) -> float:
 
 @dataclass(frozen=True)
 class SharpeEvidence:
-    """What a track record says about skill, by its Sharpe ratio."""
+    """Evidence of skill from the Sharpe ratio of a track record."""
 
     sharpe: float
     """Yearly."""
     best_by_luck: float
-    """Yearly Sharpe ratio that the best of all trials would be expected to show without any skill."""
+    """Expected yearly Sharpe ratio of the best of all trials without skill."""
     probabilistic: float
-    """Probability that the true Sharpe ratio is above zero, had there been one trial."""
+    """Probability that the true Sharpe ratio is above zero, for a single trial."""
     deflated: float
-    """Probability that it is above what the best of all trials would show by luck."""
+    """Probability that it exceeds that of the best of all trials without skill."""
     needed_years: float
     """Length of record at which a ratio like this is above zero with 95 % confidence; infinite below zero."""
     years: float
     """Length of this record."""
     trials: int
     measured_spread: bool = False
-    """Whether the distance of trials from each other was measured, not taken to be that of chance."""
+    """Whether the spread of the trials was measured rather than assumed to be that of noise."""
 
 
 def sharpe_evidence(
@@ -104,9 +104,9 @@ def sharpe_evidence(
     """Probabilistic and deflated Sharpe ratio of per-bar returns, [n].
 
     `trials`: every configuration that was tried on the way to this one, population members included.
-    `trial_sharpes`: their yearly Sharpe ratios, as far as they are kept, [k]: their variance says how far apart trials
-    are. Chance alone gives 1 / (n − 1), which is taken without at least two; below `ENOUGH_TRIALS`, whose variance says
-    little, it is the least.
+    `trial_sharpes`: their yearly Sharpe ratios, as far as they are kept, [k]: their variance measures the spread of the
+    trials. Noise alone gives 1 / (n − 1), which is used with fewer than two ratios; below `ENOUGH_TRIALS`, where the
+    variance is unreliable, it is the minimum.
     """
     count = len(returns)
     check_count("observations", count, low=2)
@@ -134,7 +134,7 @@ def sharpe_evidence(
 
 @dataclass(frozen=True)
 class Overfitting:
-    """How the choice of the best configuration fares out of sample, over all splits of the record into halves."""
+    """Out-of-sample performance of the best configuration, over all splits of the record into halves."""
 
     probability: float
     """Share of splits in which the best of one half is in the lower half of the other: PBO."""
@@ -155,8 +155,8 @@ def backtest_overfitting(returns: Float, blocks: int = OVERFITTING_BLOCKS) -> Ov
     """Probability of backtest overfitting by combinatorially symmetric cross-validation (Bailey et al. 2017).
 
     `returns` [T, N]: per-bar returns of N configurations over the same bars. They are cut into an even number of blocks
-    of equal length (give or take a bar); every half of the blocks once chooses the configuration of the highest Sharpe
-    ratio, and the other half judges the choice. With `blocks` at the number of equal folds, a block is a fold.
+    of equal length (give or take a bar); each half of the blocks in turn selects the configuration with the highest
+    Sharpe ratio, and the other half evaluates it. With `blocks` at the number of equal folds, a block is a fold.
     """
     check_count("blocks", blocks, low=2)
     bars, configurations = returns.shape
@@ -215,14 +215,14 @@ def _interquartile_means(scores: Float) -> Float:
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """The interquartile mean over seeds and how far other seeds might move it."""
+    """The interquartile mean over seeds and its confidence interval."""
 
     iqm: float
     low: float
     high: float
     level: float
     seeds: int
-    """Below five the interval is little more than the range."""
+    """With fewer than five, the interval is little more than the range."""
 
 
 def iqm_over_seeds(
@@ -230,7 +230,7 @@ def iqm_over_seeds(
 ) -> SeedSummary:
     """Interquartile mean of scores [seeds] or [seeds, folds] with a stratified bootstrap interval.
 
-    Seeds are drawn anew within each fold, so that no resample has more of an easy fold (Agarwal et al. 2021).
+    Seeds are resampled within each fold, so no resample has more of an easy fold (Agarwal et al. 2021).
     """
     check_range("level", level, low=0, high=1, low_open=True, high_open=True)
     table = scores[:, None] if scores.ndim == 1 else scores

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from tailguard.evaluate.backtest import BacktestResult
 
 FEWEST_WINDOWS = 8
-"""Windows, overlapping, below which a budget is not judged."""
+"""Fewest overlapping windows for a verdict on a budget."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The question that a risk budget asks: may the worst `alpha` of windows lose this much on average?"""
+    """A risk budget: the largest average loss of the worst `alpha` of windows."""
 
     limit: float
     """Smallest allowed mean of the worst windows: −0.04 is a loss of 4 %."""
@@ -33,27 +33,27 @@ class Budget:
     horizon: str | int = "7d"
     """Length of a window: a duration or bars."""
     outcome: Outcome = "return"
-    """return: from the first bar of a window to its last; drawdown: the deepest fall from a high within it."""
+    """return: from the first bar of a window to its last; drawdown: the maximum drawdown within it."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Results over the same bars, each with how sure it is."""
+    """Results over the same bars, with confidence intervals."""
 
     results: Mapping[str, BacktestResult]
     """The agent, the optimum if it is known, the baselines."""
     sharpes: Mapping[str, Interval]
     """Yearly Sharpe ratio of each result."""
     beaten: Mapping[str, Interval]
-    """The agent's Sharpe ratio less that of each baseline."""
+    """The agent's Sharpe ratio minus that of each baseline."""
     budgets: Mapping[str, RiskBudget]
-    """Did the risk budget hold, for each result; empty where there is none, or too short a record to ask."""
+    """Verdict on the risk budget for each result; empty without a budget, or where the record is too short."""
     notes: tuple[str, ...] = ()
-    """What to know about the results before reading anything into them, in words."""
+    """Notes on the results."""
 
 
 def own_budget(config: RunConfig) -> Budget | None:
-    """The budget that a run was trained under: over its episodes, their drawdowns, or bars; none where it has none."""
+    """The budget that a run was trained under: on episodes, their drawdowns, or bars; None without a budget."""
     risk = config.risk
     if risk.limit is None:
         return None
@@ -69,9 +69,9 @@ def standing(
     notes: Sequence[str] = (),
     before_each: Callable[[str], None] = lambda _: None,
 ) -> Standing:
-    """Put intervals to results over the same bars.
+    """Compute confidence intervals for results over the same bars.
 
-    `notes`: what to know about the results, as `notes.baseline_notes` gives it.
+    `notes`: notes on the results, as from `notes.baseline_notes`.
     `seed`: of the resampling; the same seed gives the same intervals everywhere.
     `before_each`: called with the name of each result, to show progress.
     """
@@ -90,7 +90,7 @@ def standing(
 
 
 def _ahead(first: BacktestResult, second: BacktestResult, seed: int) -> Interval:
-    """The first one's Sharpe ratio less the second's, over the bars that both traded."""
+    """Sharpe ratio of the first minus that of the second, over the bars that both traded."""
     # After a gap an agent waits for its features, and a baseline does not.
     _, mine, theirs = np.intersect1d(first.time, second.time, return_indices=True)
     statistic = sharpe_statistic(first.bars_per_year)
@@ -98,7 +98,7 @@ def _ahead(first: BacktestResult, second: BacktestResult, seed: int) -> Interval
 
 
 def judge_budget(result: BacktestResult, budget: Budget, seed: int = 0) -> RiskBudget | None:
-    """The verdict on a budget; none where the record has too few windows to say anything."""
+    """The verdict on a budget; None where the record has too few windows."""
     frequency = timedelta(days=DAYS_PER_YEAR / result.bars_per_year)
     horizon = size_in_bars("horizon", budget.horizon, len(result.net), frequency)
     if len(result.equity) <= horizon + FEWEST_WINDOWS:

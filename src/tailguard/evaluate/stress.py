@@ -23,14 +23,14 @@ NOISE_LEVELS = (0.1, 0.3)
 
 
 class Scenario(NamedTuple):
-    """One way the world could be less kind."""
+    """One stress scenario."""
 
     name: str
     result: BacktestResult
 
 
 def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
-    """All assumed costs times this factor. Funding rates observed in the bars are facts, like prices, and stay."""
+    """All assumed costs times this factor. Funding rates observed in the bars are data and stay."""
     try:
         return replace(config, **{cost.setting: factor * getattr(config, cost.setting) for cost in COSTS})
     except ConfigError as error:
@@ -48,7 +48,7 @@ def stress_table(
     seed: int = 0,
     before_each: Callable[[str], None] | None = None,
 ) -> list[Scenario]:
-    """Backtests under each stress, one after the other: costs, fills that come later, features that are a bit wrong.
+    """Backtests under each stress, one after the other: costs, delayed fills, noisy features.
 
     `config`: costs of the base case; an agent's own by default.
     `noise_levels`: for an agent only; other policies see no features.
@@ -57,7 +57,7 @@ def stress_table(
     is_agent = isinstance(policy, Agent)
     if config is None:
         config = policy.spec.market if isinstance(policy, Agent) and policy.spec is not None else MarketConfig()
-    # Name, costs, delay and noise; all made first, so that a setting out of range fails before any work.
+    # Name, costs, delay and noise; all built first, so an invalid setting fails before any work.
     planned = [(f"costs ×{factor:g}", scaled_costs(config, factor), 0, 0.0) for factor in cost_factors]
     planned += [(f"fills {delay} bar{'s' * (delay > 1)} later", config, delay, 0.0) for delay in delays]
     planned += [(f"noise {level:g} sd", config, 0, level) for level in (noise_levels if is_agent else ())]

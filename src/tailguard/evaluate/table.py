@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from tailguard.evaluate.standing import Standing
 
 WHOLE_YEAR = 0.95
-"""Years from which on growth is given for a year; bars lost to warm-up and embargo are forgiven."""
+"""Shortest record in years whose growth is annualised; it allows for bars lost to warm-up and embargo."""
 TOO_SHORT = "too short"
-"""In place of a mean of worst windows that rests on less than one of them."""
+"""Shown instead of a CVaR that rests on less than one of the worst windows."""
 TURNOVER, AHEAD, FALL = "turnover/d", "agent ahead", "max fall"
-"""Columns that a narrow terminal does without, in this order. Ahead: by its Sharpe ratio, one-sided."""
+"""Columns left out in a narrow terminal, in this order. Ahead: by its Sharpe ratio, one-sided."""
 
 
 def print_standing(standing: Standing, title: str, console: Console) -> None:
-    """One row a policy, net of all costs; where a terminal is narrow, the columns that can be missed are left out."""
+    """One row per policy, net of all costs; in a narrow terminal, the least important columns are left out."""
     columns = standing_columns(standing)
     for missed in ((), (TURNOVER,), (TURNOVER, AHEAD), (TURNOVER, AHEAD, FALL)):
         shown = {heading: cells for heading, cells in columns.items() if heading not in missed}
@@ -68,7 +68,7 @@ def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
 def growth_column(results: Mapping[str, BacktestResult]) -> tuple[str, dict[str, str]]:
     """Heading and cells of the growth: of a year, or of the whole record where it is shorter.
 
-    What seven good weeks would make in a year is a fantasy, and seven bad ones no better.
+    A few weeks scaled to a year would mean nothing.
     """
     years = record_years(next(iter(results.values())))
     figure, heading = "growth_per_year", "growth/yr"
@@ -79,7 +79,7 @@ def growth_column(results: Mapping[str, BacktestResult]) -> tuple[str, dict[str,
 
 
 def growth_of(result: BacktestResult, short: str = "") -> str:
-    """+12.3 % a year; +1.2 % in 52 days for a record shorter than a year, or with the words `short` in their place."""
+    """+12.3 % a year; +1.2 % in 52 days for a record shorter than a year, or with `short` instead."""
     years = record_years(result)
     if years < WHOLE_YEAR:
         return f"{growth(result.metrics['total_return'])} {short or f'in {years_in_words(years)}'}"
@@ -121,7 +121,7 @@ def tail_column(results: Mapping[str, BacktestResult], budgets: Mapping[str, Ris
 
 
 def tail_cell(result: BacktestResult, span: str = "week") -> str:
-    """Mean of the worst 5 % of weeks, days or bars; – where the record has none of them."""
+    """Mean of the worst 5 % of weeks, days or bars; – where the record is too short."""
     figure = result.metrics.get(f"cvar_5_{span}", math.nan)
     if math.isnan(figure):
         return percent(figure)
@@ -129,7 +129,7 @@ def tail_cell(result: BacktestResult, span: str = "week") -> str:
 
 
 def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    """A plain table of texts that are shown as they are: [5.78, 9.31] is no markup."""
+    """A plain table of literal texts: [5.78, 9.31] is not markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, heading in enumerate(headings):
         justify: Literal["left", "right"] = "right" if position else "left"
@@ -140,7 +140,7 @@ def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: 
 
 
 def growth(value: float) -> str:
-    """A year's growth in percent; as a multiple of equity where percents stop meaning anything."""
+    """A year's growth in percent; as a multiple of equity where percentages become unreadable."""
     return f"×{1 + value:,.1f}" if value >= 9.995 else percent(value)
 
 
@@ -162,7 +162,7 @@ def number(value: float) -> str:
 
 
 def p_value(value: float) -> str:
-    """p = 0.012, or p < 0.001; – where there is none."""
+    """p = 0.012, or p < 0.001; – where it is undefined."""
     if math.isnan(value):
         return "–"
     return "p < 0.001" if value < 0.001 else f"p = {value:.2g}"

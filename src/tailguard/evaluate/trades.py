@@ -1,4 +1,4 @@
-"""Round trips: what each position earned, net of costs, from its first fill until it was closed or reversed.
+"""Round trips: P&L of each position, net of costs, from its first fill until it is closed or reversed.
 
 A trade is the time in which the position in one symbol keeps its side; resizing it does not end it. It begins at the
 open of the bar that filled it and ends at the open that closed or reversed it, or inside the bar that liquidated it.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 FLAT = 1e-9
-"""Share of equity below which a position is none: what rounding leaves of a closed one."""
+"""Share of equity below which a position counts as closed: rounding."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Trade:
 def round_trips(result: BacktestResult, panel: Panel) -> list[Trade]:
     """Every trade of a backtest in the order of entry. Together they earned `equity[-1] − 1`, the whole record.
 
-    `panel`: the bars that the result was made on.
+    `panel`: the bars that the result was computed on.
 
     A position's gain is known from weights and prices. Fees, spread and impact go to the symbols by what each traded,
-    funding and borrow by the value held, and what a forced close took by the value held before it. With one symbol that
-    is exact; with several, impact and observed funding are shared by size alone.
+    funding and borrow by the value held, and the cost of a liquidation by the value held before it. With one symbol
+    that is exact; with several, impact and observed funding are shared by size alone.
     """
     books = _Books.of(result, panel)
     trades = [trade for asset in range(len(result.symbols)) for trade in _trades_of(books, result, asset)]
@@ -73,11 +73,11 @@ class _Books:
     filled: Float
     """Position after the fill, as a share of the equity before the bar."""
     before_open: Float
-    """What the position that was there before the open earned and paid: the gap, and costs of what was closed."""
+    """P&L of the position before the open: the gap, and the costs of closing it."""
     before_costs: Float
     """The costs in it."""
     after_open: Float
-    """What the position after the fill earned and paid until the close."""
+    """P&L of the position after the fill until the close."""
     after_costs: Float
 
     @classmethod
@@ -85,14 +85,14 @@ class _Books:
         rows = np.searchsorted(panel.time, result.time)
         fits = panel.symbols == result.symbols and rows.max() < panel.rows
         if not fits or (panel.time[rows] != result.time).any() or rows.min() < 1:
-            raise ConfigError("trades: the result was not made on these bars; pass the bars it was backtested on")
+            raise ConfigError("trades: the result was not computed on these bars; pass the bars it was backtested on")
         opened, close = panel.open[rows], panel.close[rows]
         gap, move = opened / panel.close[rows - 1] - 1, close / opened - 1
         held = np.vstack([np.zeros((1, len(result.symbols))), result.weights[:-1]])
         at_open = held * (1 + gap)
         filled = result.weights * (1 + result.net)[:, None] / (1 + move)
         gap_gain, move_gain = held * gap, filled * move
-        # A forced close leaves no weight to tell the position by: it is what was asked for, or what was there.
+        # A liquidation leaves no weight: the position is the target, or the one before.
         unexplained = result.pnl - (gap_gain + move_gain).sum(1)
         forced = (np.abs(result.weights).sum(1) <= FLAT) & (np.abs(unexplained) > FLAT)
         wanted = np.where(np.isnan(result.targets), at_open, result.targets * (1 + gap_gain.sum(1))[:, None])
@@ -138,7 +138,7 @@ def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]
         if side[begin] == 0:
             continue
         is_open = end == len(side) and abs(result.weights[-1, asset]) > FLAT
-        # What comes before the open of the bar after the last one still belongs to the trade.
+        # P&L before the open of the bar after the last one still belongs to the trade.
         until = min(end + 1, len(side))
         own, other = slice(begin, end), slice(begin + 1, until)
         closed_inside = abs(result.weights[end - 1, asset]) <= FLAT

@@ -1,8 +1,8 @@
 """The number of trials behind a result: a file next to the runs with one line for every evaluated training.
 
-The best of many trials looks good by luck alone, and nobody remembers the ones that were thrown away; so they are
-written down when their test period has been looked at. A trial is known by its bars and by the settings that decide
-what is learned: the same training again, a resume, or another name for it is no new trial; another seed is one.
+The best of many trials looks good by luck alone, and discarded trials are easily forgotten, so each one is recorded
+when its test period is evaluated. A trial is identified by its bars and by the settings that determine the trained
+agent: the same training again, a resume, or another name is not a new trial; another seed is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IRRELEVANT = {
     "data": ("path",),
     "training": ("device", "threads", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
 }
-"""Settings that change where and how safely something is learned, not what. The bars are known by their content."""
+"""Settings that do not change what is learned. The bars are identified by their content."""
 RUNS = "runs"
 """Folder of all runs; names such as `btc/wide` are folders within it, and share its record."""
 _HASH_LENGTH = 64
@@ -45,16 +45,16 @@ class Trial:
     data: str
     """SHA-256 of all bars, training to test."""
     config: str
-    """SHA-256 of the settings that decide what is learned."""
+    """SHA-256 of the settings that determine the trained agent."""
     run: str
-    """Name of its folder, for people."""
+    """Name of its folder, for display."""
     sharpe: float | None
     """Yearly Sharpe ratio on the test period; None where it is not defined."""
 
 
 @dataclass(frozen=True)
 class TrialCount:
-    """Trials on the same bars, and what is known of them."""
+    """Trials on the same bars."""
 
     count: int
     sharpes: NDArray[np.float64]
@@ -85,7 +85,7 @@ def hash_of(symbols: Sequence[str], seconds: float, columns: Iterable[NDArray[An
 
 
 def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> str:
-    """SHA-256 of the settings that decide what is learned, and of what else does."""
+    """SHA-256 of the settings that determine the trained agent, and of other inputs that do."""
     settings = to_dict(config)
     for section, names in IRRELEVANT.items():
         for name in names:
@@ -95,10 +95,10 @@ def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> s
 
 
 def record_trial(path: Path, trial: Trial) -> bool:
-    """Write the trial at the end of the record; False if it is there already. Raises OSError if that cannot be done.
+    """Append the trial to the record; False if it is recorded already. Raises OSError if it cannot be written.
 
-    Writers take turns by a lock that the system lets go of however a process ends; a line goes out in one write. One
-    that a crash has cut short stays alone on its line.
+    Writers hold a lock that the system releases however a process ends; each line is one write. A line truncated by a
+    crash stays on its own line.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -127,9 +127,9 @@ def read_trials(path: Path) -> tuple[list[Trial], list[int]]:
 
 
 def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
-    """How many different trainings were judged on the same bars, `own` among them whether it is written down or not.
+    """Count the different trainings evaluated on the same bars, including `own`, recorded or not.
 
-    A line that cannot be read counts as a trial: something was tried there, and to forget it would flatter.
+    A line that cannot be read counts as a trial: something was tried, and leaving it out would bias the result upwards.
     """
     mine = list(own)
     found, unreadable = read_trials(path)
@@ -137,7 +137,7 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
     distinct = {(trial.data, trial.config): trial for trial in (*mine, *found) if trial.data in bars}
     count = len(distinct) + len(unreadable)
     sharpes = [trial.sharpe for trial in distinct.values() if trial.sharpe is not None]
-    source = f"{path} has {_several(count, 'training')} that {'was' if count == 1 else 'were'} tested on these bars"
+    source = f"{path} has {_several(count, 'training run')} tested on these bars"
     if unreadable:
         lines = ", ".join(str(number) for number in unreadable)
         source += f", among them {_several(len(unreadable), 'line')} that cannot be read (line {lines})"
@@ -146,7 +146,7 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
 
 def given_trials(count: int, sharpes: NDArray[np.float64] | None = None) -> TrialCount:
     """A number that the user gave."""
-    return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given by hand, --trials")
+    return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given with --trials")
 
 
 def _several(count: int, what: str) -> str:
@@ -169,7 +169,7 @@ def _parse(lines: Iterable[bytes]) -> tuple[list[Trial], list[int]]:
 
 
 def _trial(found: Any) -> Trial:
-    """A line of the record; raises ValueError, KeyError or TypeError where it is none."""
+    """A line of the record; raises ValueError, KeyError or TypeError if it is invalid."""
     data, config, sharpe = found["data"], found["config"], found["sharpe"]
     if not all(isinstance(each, str) and len(each) == _HASH_LENGTH for each in (data, config)):
         raise ValueError("no hashes")

@@ -1,15 +1,15 @@
-"""How far the mean of the worst windows may be off where volatility persists: a simulation of what the record shows.
+"""Sampling error of the CVaR of windows under persistent volatility, by simulation.
 
-A record that is a few volatility cycles long may have missed the wild one, and no resample of it holds what it has not
-seen. The memory of volatility can still be read from it: a calm record shows how slowly volatility moves, and how far,
-as well as a wild one does. Log-volatility is modelled as an AR(1) process,
+A record that spans only a few volatility regimes may miss a turbulent one, and no resample of it contains what the
+record does not. The persistence of volatility can still be estimated: a calm record shows how slowly and how far
+volatility moves as well as a turbulent one. Log-volatility is modelled as an AR(1) process,
 
     r_t = exp(h_t) z_t,    h_t = φ h_{t−1} + √(1 − φ²) s ε_t,    z, ε independent standard normal,
 
 so that log |r_t| is h_t plus white noise. Its memory τ = −1 / log φ and its deviation s are drawn from their posterior
 by the Whittle likelihood (Whittle 1953), on a grid with even weights, and records of the same length are simulated with
-each draw. How far their CVaR lies from that of the process is how far the realised one may lie from the truth. Draws
-from the posterior, in place of the best fit, carry the uncertainty of τ and s.
+each draw. The deviation of their CVaR from that of the process estimates the deviation of the realised CVaR from the
+true one. Draws from the posterior, instead of the best fit, include the uncertainty of τ and s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tailguard.evaluate.metrics import cvar, cvar_of_rows
 Float = NDArray[np.float64]
 
 FEWEST_BARS = 32
-"""Bars with a return below which nothing is said about the memory of volatility."""
+"""Fewest bars with a return for an estimate of the persistence of volatility."""
 DRAWS = 16
 """Pairs (τ, s) drawn from the posterior."""
 RECORDS = 24
@@ -34,13 +34,13 @@ SHORTEST_MEMORY = 3.0
 SIGNAL_SHARES = np.concatenate([[1e-4, 0.003], np.geomspace(0.01, 0.95, 24)])
 """Shares of the variance of log |r| that are volatility's, 0 to all but 5 %."""
 FLOOR = 0.1
-"""Of the median: smaller |r| count as this much, or the logarithm of a return near zero would drown the rest."""
+"""Of the median: smaller |r| count as this much, or the logarithms of returns near zero would dominate."""
 PASSED_BY_FLOOR = 0.946
 """P(|z| > FLOOR · median |z|) for a normal z: the share of a small change of h that is left in the floored log |r|."""
 LONG_RECORD = 8_192
-"""Bars from which on a shorter record is simulated and its deviation scaled by √(shorter / length)."""
+"""For longer records a shorter one is simulated and its deviation scaled by √(shorter / length)."""
 ENOUGH_MEMORIES = 50
-"""… as long as it has so many memories τ, and windows: the deviation of a mean follows the root law from there on."""
+"""… if it spans at least so many memories τ, and windows: from there on the deviation follows the square-root law."""
 
 
 def memory_posterior(returns: Float) -> tuple[Float, Float, Float]:
@@ -79,7 +79,8 @@ def simulated_returns(
     memory: float, deviation: float, records: int, count: int, generator: np.random.Generator
 ) -> Float:
     """Returns of the process, [records, count], up to scale."""
-    # Noise is shaped in the frequency domain on a circle of twice the length, whose ends do not meet in the record.
+    # Noise is shaped in the frequency domain on a circle of twice the length, so the ends of the record are
+    # independent.
     frequency = 2 * np.pi * np.arange(count + 1) / (2 * count)
     noise = np.fft.rfft(generator.standard_normal((records, 2 * count), dtype=np.float32), axis=1)
     log_volatility = np.fft.irfft(noise * np.sqrt(ar1_spectrum(memory, frequency)), 2 * count, axis=1)[:, :count]
@@ -99,7 +100,7 @@ def tail_deviations(returns: Float, alpha: float, horizon: int, generator: np.ra
     if count < max(FEWEST_BARS, window + 8):
         return np.zeros(0)
     memory, deviation, probability = memory_posterior(moving)
-    # Evenly spaced levels from a random start: the draws are spread over the posterior as it is.
+    # Evenly spaced levels from a random start: systematic sampling of the posterior.
     levels = (np.arange(DRAWS) + generator.random()) / DRAWS
     chosen = np.minimum(np.searchsorted(np.cumsum(probability), levels), probability.size - 1)
     pairs = [(float(memory[pair // deviation.shape[1]]), float(deviation.flat[pair])) for pair in chosen]
@@ -115,7 +116,7 @@ def _deviations(
         path = np.cumsum(outcomes, axis=1)
         outcomes = np.concatenate([path[:, window - 1 : window], path[:, window:] - path[:, :-window]], axis=1)
     truth = cvar(outcomes.reshape(-1), alpha)
-    # The truth is that of all records together, each of which is a part of it.
+    # The true value is estimated from all records together.
     scale = math.sqrt(RECORDS / (RECORDS - 1) * length / count)
     found = np.minimum(cvar_of_rows(outcomes, alpha), 1e-6 * truth)  # a tail that never lost has no logarithm
     return np.asarray(scale * np.log(found / truth))

@@ -1,6 +1,6 @@
 """Walk forward: one agent per fold, trained on the past and tested on what follows, and all tests combined.
 
-What one lucky test period hides, many in a row show.
+Many consecutive test periods are stronger evidence than one.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the bars are cut and how often each fold is trained."""
+    """Folds and seeds of a walk forward."""
 
     folds: int = 5
     """Test windows, one after the other, up to the last bar."""
     seeds: int = 1
-    """Agents a fold, with seeds that count up from training.seed."""
+    """Agents per fold, with consecutive seeds from training.seed."""
     train: Size = 0.5
     """Training bars of a fold, of the first one if `expanding`."""
     expanding: bool = False
-    """Training keeps its first bar and grows with every fold; else it moves along."""
+    """Training keeps its first bar and grows with every fold; else it rolls forward."""
 
     def __post_init__(self) -> None:
         check_count("folds", self.folds, low=2)
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class WalkForward:
-    """What all folds and seeds did on bars that came after their training."""
+    """Test results of all folds and seeds."""
 
     folds: tuple[Fold, ...]
     results: tuple[tuple[BacktestResult, ...], ...]
@@ -60,7 +60,7 @@ class WalkForward:
     budget: Budget | None = None
     """The risk budget that the agents were trained under."""
     trials: TrialCount | None = None
-    """Trainings that were tested on these bars, the seeds of this walk forward among them; none where nobody counts."""
+    """Trials on these bars, including the seeds of this walk forward; None if they are not counted."""
 
     @property
     def sharpes(self) -> NDArray[np.float64]:
@@ -74,12 +74,12 @@ class WalkForward:
 
     @property
     def middle(self) -> BacktestResult:
-        """The stitched account of the median seed by its Sharpe ratio: the best one is no result."""
+        """The stitched account of the median seed by its Sharpe ratio: the best one would be biased."""
         order = sorted(self.stitched, key=lambda each: np.nan_to_num(each.metrics["sharpe"]))
         return order[(len(order) - 1) // 2]
 
     def overfitting(self) -> Overfitting | None:
-        """Would the seed that looks best by half of the record be good in the other half; none for one seed."""
+        """Probability of backtest overfitting of selecting a seed; None for one seed."""
         return overfitting_of([result.net for result in self.stitched])
 
 
@@ -107,7 +107,7 @@ def put_together(
     folds: Sequence[Fold],
     results: Sequence[Sequence[Sequence[BacktestResult]]],
 ) -> WalkForward:
-    """All tests as one: `results` by seed, fold and account, as `trade_fold` gives them."""
+    """Combine all tests: `results` by seed, fold and account, as `trade_fold` gives them."""
     tested = bars.between(folds[0].test.start, bars.end_points[1] + bars.frequency)
     parts = separate(tested, config.env.accounts)
     stitched = []
@@ -129,7 +129,7 @@ def put_together(
 def stitch(results: Sequence[BacktestResult], bars: Bars, config: RunConfig) -> BacktestResult:
     """One account that follows the decisions of one result after the other.
 
-    Going from one agent's position to the next one's is a trade and costs what trades cost. Between the last decision
+    Moving from one agent's position to the next one's is a trade with its costs. Between the last decision
     of a fold and the first of the next, a bar, the position is held.
     """
     panel = bars.panel("portfolio")

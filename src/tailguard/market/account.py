@@ -1,4 +1,4 @@
-"""Margin: when an account is closed by force, and what is left of it."""
+"""Margin: when an account is liquidated, and the equity that remains."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Account(NamedTuple):
 
 @dataclass(frozen=True)
 class Liquidation:
-    """What a forced close leaves, as shares of the equity before the step, [N, 1] each."""
+    """Result of a liquidation, as shares of the equity before the step, [N, 1] each."""
 
     equity: Tensor
-    """What is left after the fee, never below zero."""
+    """Equity after the fee, never below zero."""
     fee: Tensor
     shortfall: Tensor
-    """What the account could not pay: a price that jumped past the liquidation price, borne by the exchange."""
+    """Loss beyond the account's equity, when the price jumps past the liquidation price; borne by the exchange."""
 
     @property
     def before_fee(self) -> Tensor:
-        """Equity at the prices of the forced close, below zero where they left a debt."""
+        """Equity at the liquidation prices, below zero where the account has a debt."""
         return self.equity - self.shortfall + self.fee
 
 
@@ -43,10 +43,10 @@ def margin_excess(account: Account, rates: Rates) -> Tensor:
 
 
 def margin_floor(filled: Account, turnover: Tensor, reach: Tensor, rates: Rates) -> Tensor:
-    """A bound below the margin excess at every moment of the bar, [N, 1]: cheap, and nearly always enough to go by.
+    """A bound below the margin excess at every moment of the bar, [N, 1]: cheap, and nearly always sufficient.
 
     `reach` [N, A] bounds what a unit of position loses to prices, funding and interest and needs as margin from the
-    fill on. Before the fill equity was higher, and the positions at most larger by what was traded.
+    fill on. Before the fill equity was higher, and the positions were larger by at most the traded amount.
     """
     at_risk = over_assets(filled.positions.abs() * reach)
     return filled.equity - at_risk - rates.maintenance_margin * turnover
@@ -58,7 +58,7 @@ def revalue(account: Account, change: Tensor) -> Account:
 
 
 def liquidate(account: Account, worst: Tensor, rates: Rates) -> Liquidation:
-    """Close the account where its margin runs out on the way to the bar's worst prices.
+    """Liquidate the account where its margin runs out between the fill and the bar's worst prices.
 
     Equity, notional and with them the excess over the maintenance margin move in a straight line from here to the
     worst prices, which change the positions' values by `worst` [N, A]. The close is where the excess is zero, which

@@ -49,9 +49,9 @@ def impact_cost(traded: Tensor, equity: Tensor, coefficient: Tensor) -> Tensor:
 
 
 def _root(values: Tensor) -> Tensor:
-    """√, with gradient 0 at 0: its slope is infinite there, and an order of nothing would make 0·∞ of it.
+    """√, with gradient 0 at 0: its slope is infinite there, and an order of size 0 would give 0·∞.
 
-    x·√x, which an impact is made of, has slope 0 at 0.
+    The impact is proportional to x·√x, which has slope 0 at 0.
     """
     if not values.requires_grad:
         return values.sqrt()

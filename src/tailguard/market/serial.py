@@ -1,8 +1,8 @@
 """One account, bar by bar, in plain numbers: the simulator's step without the overhead of tensors of one element.
 
-A policy that sees its own account must be asked bar by bar, so a backtest cannot be one batch. `SerialAccount` carries
-equity and weights from bar to bar; `simulator.step` over all bars at once then makes the books, and `check_agreement`
-holds the two against each other.
+A policy that observes its own account must be evaluated bar by bar, so a backtest cannot be one batch. `SerialAccount`
+carries equity and weights from bar to bar; `simulator.step` over all bars at once then computes the books, and
+`check_agreement` compares the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SerialAccount:
         self.equity = 1.0
         self.weights: list[float] = [0.0] * market.assets
         self.unfilled: list[float] = [0.0] * market.assets
-        """What the last bar's volume left of each order, as a share of the equity before it."""
+        """Unfilled part of each order in the last bar, as a share of the equity before it."""
         self._market = market
         self._bars = market.table.permute(1, 0, 2).double().contiguous().numpy()
         rates = market.rates
@@ -35,7 +35,7 @@ class SerialAccount:
         self._borrow_per_bar, self._tiny = float(rates.borrow_per_bar), float(rates.tiny)
 
     def step(self, target: Sequence[float]) -> bool:
-        """Trade to the target weights [A] at the next open, NaN to hold, and go to the next close.
+        """Trade to the target weights [A] at the next open, NaN to hold, and advance to the next close.
 
         The formulas, and their order, are those of `simulator.step`. Returns whether the account was liquidated.
         """
@@ -82,7 +82,7 @@ class SerialAccount:
         return False
 
     def _exact_step(self, target: Sequence[float]) -> bool:
-        """A bar in which the margin may run out: rare, so the simulator itself takes it."""
+        """A bar in which the margin may run out: rare, so the simulator itself handles it."""
         dtype = self._market.dtype
         wanted = torch.tensor([list(target)], dtype=dtype)
         state = MarketState(

@@ -1,7 +1,7 @@
 """One bar of trading for N accounts: a pure function from state and target weights to the next state.
 
-The agent has seen bar t close and names target weights. They fill at the open of bar t+1, sized on the equity there
-before fees, and the account is carried to the close of bar t+1:
+The agent observes the close of bar t and chooses target weights. They fill at the open of bar t+1, sized on the equity
+there before fees, and the account is carried to the close of bar t+1:
 
     equity at the open     e₀ = 1 + Σ w·gap
     order                  Δ  = target·e₀ − w·(1 + gap), at most the bar's capacity
@@ -14,7 +14,7 @@ and borrow are due.
 
 The step is differentiable in the target weights, the held weights and the equity. It is piecewise smooth: |Δ| has
 slope 0 at 0, and an order beyond the capacity has no slope in the target, only in what limits it. A liquidation is a
-jump; the books of a liquidated account are constants to the gradient.
+discontinuity; the books of a liquidated account are constants for the gradient.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_LIMIT = 1e12
 
 @dataclass(frozen=True)
 class Transition:
-    """What one bar did to each account, as shares of the equity before it, [N] each.
+    """Result of one bar for each account, as shares of the equity before it, [N] each.
 
     net = pnl − fee − spread − impact − funding − borrow − liquidation + shortfall
     """
@@ -62,15 +62,15 @@ class Transition:
     """Negative where a short receives funding at an observed rate; every other cost is never below zero."""
     borrow: Tensor
     liquidation: Tensor
-    """Fee of a forced close."""
+    """Liquidation fee."""
     shortfall: Tensor
     """Loss beyond the account's equity, which the exchange bears."""
     turnover: Tensor
-    """Absolute value traded by order; a forced close is not in it."""
+    """Absolute value traded by orders, without liquidations."""
     unfilled: Tensor
-    """Absolute value wanted but beyond the bar's capacity."""
+    """Absolute value ordered beyond the bar's capacity."""
     liquidated: Tensor
-    """bool: the account was closed by force."""
+    """bool: the account was liquidated."""
 
     def costs(self) -> dict[str, Tensor]:
         """The costs by kind."""
@@ -85,9 +85,9 @@ def total(amounts: Iterable[Tensor]) -> Tensor:
 def step(
     market: Market, state: MarketState, target: Tensor, hold: Tensor | None = None
 ) -> tuple[MarketState, Transition]:
-    """Trade to the target weights [N, A] at the next open and go on to the next close.
+    """Trade to the target weights [N, A] at the next open and advance to the next close.
 
-    `hold` [N, A] bool marks positions to leave alone, whatever their target. The caller keeps `row + 1` inside the
+    `hold` [N, A] bool marks positions to hold, whatever their target. The caller keeps `row + 1` inside the
     row's segment and the target's gross weight inside the allowed leverage.
     """
     rates = market.rates
@@ -103,7 +103,7 @@ def step(
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
     limit = _fill_limit(capacity, equity, rates)
-    # A clamp, not a size with a sign: an order of exactly nothing still has slope 1 in the target.
+    # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
     order = torch.clamp(wanted, -limit, limit)
     traded = order.abs()
     turnover = over_assets(traded)
@@ -125,7 +125,7 @@ def step(
     net = pnl - total([trading_cost, *close_costs.values()])
     closed = Account(net + rates.one, value)
 
-    # While this bound holds for all, nobody is liquidated; where it fails, the exact check decides.
+    # If this bound holds for all, no account is liquidated; where it fails, the exact check decides.
     liquidated = margin_floor(filled, turnover, reach, rates) <= rates.slack
     nothing = torch.zeros_like(net)
     booked = {
@@ -142,7 +142,7 @@ def step(
         worst = torch.minimum(filled.positions * low, filled.positions * high)
         liquidated, changes = _forced_closes(booked, rates, opened, filled, closed, worst)
         booked |= changes
-        # Emptied before the division: a slope of 1/equity at an equity of 0 would reach the gradient as 0·∞.
+        # Set to zero before the division: a slope of 1/equity at equity 0 would enter the gradient as 0·∞.
         closed = Account(closed.equity.masked_fill(liquidated, 1), value.masked_fill(liquidated, 0))
     weights = closed.positions / closed.equity
     transition = Transition(
@@ -166,9 +166,9 @@ def _forced_closes(
     closed: Account,
     worst: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which accounts are liquidated, [N, 1], and what changes in the books, [N, 1] each.
+    """Which accounts are liquidated, [N, 1], and the changes to the books, [N, 1] each.
 
-    An account closes at the first moment without margin. What would have come after it never happens: neither the
+    An account closes at the first moment without margin. Later events of the bar do not happen: neither the
     trade, nor funding and borrow.
     """
     at_open = margin_excess(opened, rates) <= rates.zero
@@ -177,7 +177,7 @@ def _forced_closes(
     nothing = torch.zeros_like(booked["net"])
 
     def first_of(opening: Tensor, filling: Tensor, closing: Tensor) -> Tensor:
-        # Constants to the gradient, see above: where nothing is liquidated, the close divides by next to nothing.
+        # Constants for the gradient, see above: without a liquidation, the denominator is close to zero.
         return torch.where(at_open, opening, torch.where(before_close, filling, closing)).detach()
 
     forced = liquidate(

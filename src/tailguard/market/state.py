@@ -1,4 +1,4 @@
-"""The accounts of N environments, as tensors that go in and come out of a step."""
+"""The accounts of N environments, as tensors: input and output of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MarketState:
-    """Where N accounts stand after the close of their current bar."""
+    """State of N accounts after the close of their current bar."""
 
     row: Tensor
     """Row of the bar that has just closed, [N] int64."""

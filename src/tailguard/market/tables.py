@@ -45,9 +45,9 @@ class Rates:
     zero: Tensor
     one: Tensor
     slack: Tensor
-    """Margin excess, as a share of equity, below which an account's margin is looked at closely; far above rounding."""
+    """Margin excess, as a share of equity, below which an account's margin is checked exactly; far above rounding."""
     tiny: Tensor
-    """Smallest positive number of the type: keeps the division by an emptied account's equity defined."""
+    """Smallest positive number of the type: keeps the division defined where equity is zero."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def build_market(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Market:
-    """Work out the table for these bars and costs."""
+    """Compute the table for these bars and costs."""
     config = config or MarketConfig()
     stream = TableStream(config)
     columns = stream.extend(panel)
@@ -103,7 +103,7 @@ def build_market(
 
 
 def market_of_table(panel: Panel, table: Tensor, config: MarketConfig) -> Market:
-    """The market of a table [K, R, A] that is there already, on the table's device."""
+    """The market of an existing table [K, R, A], on the table's device."""
     return Market(
         table=table,
         segment=as_tensor(panel.segment).to(table.device),
@@ -118,9 +118,9 @@ def market_of_table(panel: Panel, table: Tensor, config: MarketConfig) -> Market
 
 
 def as_tensor(array: NDArray[Any]) -> Tensor:
-    """A tensor on the array's own memory, also where that is a file mapped for reading alone."""
+    """A tensor that shares the array's memory, also for a read-only memory map."""
     with warnings.catch_warnings():
-        # PyTorch warns that such a tensor must not be written to; nobody writes to a market.
+        # PyTorch warns that such a tensor must not be written to; a market is never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
@@ -135,11 +135,11 @@ TABLE_SETTINGS = (
     "maintenance_margin",
     "volatility_halflife",
 )
-"""Settings of the market that are worked into the table; all others act in the step."""
+"""Settings of the market that the table depends on; all others apply in the step."""
 
 
 class TableStream:
-    """The table of bars that come piece by piece, each piece following on the one before."""
+    """The table of bars that come piece by piece, each following the previous one."""
 
     def __init__(self, config: MarketConfig) -> None:
         self._config = config
@@ -151,7 +151,7 @@ class TableStream:
         self._symbols: tuple[str, ...] = ()
 
     def extend(self, panel: Panel) -> Float:
-        """The table's columns for these rows, [K, r, A]; `segment` goes on counting from piece to piece."""
+        """The table's columns for these rows, [K, r, A]; `segment` numbers continue from piece to piece."""
         last = self._last
         whole = panel if last is None else last.followed_by(panel)
         columns, sums = _columns(whole, self._config, self._sums)
@@ -162,7 +162,7 @@ class TableStream:
         return np.stack([columns[name] for name in COLUMNS])[:, 0 if last is None else 1 :]
 
     def check_volume(self) -> None:
-        """Raise where an asset has never traded although orders are limited or priced by its volume."""
+        """Raise if an asset has no volume although orders are limited or priced by it."""
         silent = np.flatnonzero(~self._traded)
         if silent.size and (self._config.impact > 0 or math.isfinite(self._config.participation)):
             names = ", ".join(self._symbols[asset] for asset in silent)
@@ -175,8 +175,8 @@ class TableStream:
 def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[dict[str, Float], Float]:
     """The columns of the table by name, [R, A] each, and the sums of the averages at the last row.
 
-    `sums`: those at the first row, where it repeats the last one of an earlier piece; the columns of such a row mean
-    nothing.
+    `sums`: those at the first row, where it repeats the last one of an earlier piece; the columns of such a row are
+    undefined.
     """
     first = np.concatenate([[sums is None], np.diff(panel.segment) != 0])
     previous_close = np.vstack([panel.open[:1], panel.close[:-1]])
@@ -190,7 +190,7 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
     else:
         capacity = config.participation * panel.volume * panel.open / config.capital
     if config.impact > 0:
-        # Before the first trade there is no price for size, and an unpriced order would be a free one.
+        # Before the first trade the impact is undefined, and an order without impact would be free.
         capacity = np.where(traded_before, capacity, 0.0)
 
     stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
@@ -213,7 +213,7 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
 
 
 def check_table(table: Tensor, panel: Panel, offset: int = 0) -> None:
-    """Raise at the first value that would poison an account; only a capacity may be infinite.
+    """Raise at the first invalid value; only a capacity may be infinite.
 
     `offset`: rows before the first of this table, for the message.
     """
@@ -253,7 +253,7 @@ def _trailing_day(
     """Daily volatility and daily notional known before each bar opens, [R, A] each, and their sums at the last row.
 
     Both are exponential averages over the bars before it: of Parkinson's (1980) range variance ln(H/L)² / (4 ln 2),
-    which is there from the first bar on, and of the notional. A segment's first row, which nothing can trade, repeats
+    which is defined from the first bar on, and of the notional. A segment's first row, which nothing can trade, repeats
     the second row's.
     """
     bars_per_day = DAY_MS / panel.frequency_ms
@@ -265,17 +265,17 @@ def _trailing_day(
 
 
 def _previous(values: Float, first: NDArray[np.bool_]) -> Float:
-    """The value of the row before, and on a segment's first row its own."""
+    """The value of the previous row; on a segment's first row its own."""
     return np.where(first[:, None], values, np.vstack([values[:1], values[:-1]]))
 
 
 def _ema(values: Float, decay: float, first: NDArray[np.bool_], before: Float | None = None) -> tuple[Float, Float]:
-    """Bias-corrected exponential average along rows, started anew at each segment's first row, and its last sums.
+    """Bias-corrected exponential average along rows, restarted at each segment's first row, and its last sums.
 
     `before`: the sums at the first row, where they are known from an earlier piece.
 
     Numerator and weight both follow y[t] = a[t]·y[t−1] + x[t], where a is the decay and 0 on first rows. After the pass
-    with shift s, y[t] holds the terms of the last 2s rows and a[t] the factor that carries what came before them, so
+    with shift s, y[t] holds the terms of the last 2s rows and a[t] the factor of the earlier terms, so
     log₂(rows) passes over whole arrays replace a loop over rows.
     """
     carry = np.where(first, 0.0, decay)[:, None]

@@ -1,4 +1,4 @@
-"""Action heads: from features to a distribution over actions, and all that PPO asks of it.
+"""Action heads: from features to a distribution over actions, and the quantities that PPO needs.
 
 A head turns features into `parameters`, one flat tensor [..., P] that a rollout can store. Everything else is a
 function of `parameters` and of the *raw* action [..., raw_size]: the one before squashing and scaling. Rollouts store
@@ -25,8 +25,8 @@ from tailguard.models.precision import full_precision
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
 
 BOUND_MARGIN = 1e-3
-"""`GaussianHead.from_env` takes an action nearer to a bound than this share of the half-width as if it were this far
-away. The bounds themselves are at infinity before squashing; cloning them would drive the mean there. At 1e-3 the
+"""`GaussianHead.from_env` moves an action that is closer to a bound than this share of the half-width to this
+distance. The bounds themselves are at infinity before squashing; cloning them would drive the mean there. At 1e-3 the
 target is atanh(0.999) = 3.8 and the action is off by at most 0.1 % of the half-width."""
 
 QUADRATURE_NODES = 32
@@ -46,7 +46,7 @@ def gaussian_log_prob(mean: Tensor, log_std: Tensor, value: Tensor) -> Tensor:
 def gaussian_kl(mean_old: Tensor, log_std_old: Tensor, mean_new: Tensor, log_std_new: Tensor) -> Tensor:
     """KL(old || new) between Gaussians, elementwise; exactly 0 for equal ones.
 
-    expm1 keeps the digits when the policies are close, which is where PPO reads it.
+    expm1 keeps precision when the policies are close, as in PPO.
     """
     log_ratio = log_std_new - log_std_old
     shift = (mean_new - mean_old) * torch.exp(-log_std_new)
@@ -108,11 +108,11 @@ class ActionHead(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-        """The chance in actions for rows [...] of this shape: what `pick` turns into raw actions."""
+        """Random numbers for rows [...] of this shape, which `pick` turns into raw actions."""
 
     @abstractmethod
     def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
-        """The raw action, [..., raw_size], that parameters and drawn chance make."""
+        """The raw action, [..., raw_size], from parameters and random numbers."""
 
     def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a raw action, [..., raw_size]."""
@@ -124,7 +124,7 @@ class ActionHead(nn.Module, ABC):
 
     @abstractmethod
     def log_prob(self, parameters: Tensor, raw: Tensor) -> Tensor:
-        """Log probability (or density) of the raw action, [...]: what PPO's ratio is made of."""
+        """Log probability (or density) of the raw action, [...], as used in PPO's ratio."""
 
     @abstractmethod
     def log_prob_env(self, parameters: Tensor, raw: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ class ActionHead(nn.Module, ABC):
 
     @abstractmethod
     def collapse_margin(self, parameters: Tensor) -> Tensor:
-        """How far the choice of raw actions is from being as good as deterministic, [...]; below 0 it is (1 %)."""
+        """Distance from a practically deterministic policy (1 %), [...]; below 0 the policy is one."""
 
     @abstractmethod
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class GaussianHead(ActionHead):
         return mean + torch.exp(log_std) * chance
 
     def mode(self, parameters: Tensor) -> Tensor:
-        """The mean: with `squash` the median of the action, which is what a squashed policy aims at."""
+        """The mean: with `squash` the median of the action."""
         mean, _ = parameters.chunk(2, dim=-1)
         return mean
 
@@ -235,18 +235,18 @@ class GaussianHead(ActionHead):
 
     def collapse_margin(self, parameters: Tensor) -> Tensor:
         """Log of the standard deviation over 1 % of the range's half, mean over the dimensions. Before squashing: a
-        policy that rests at the end of its range may still explore, and one that rests in the middle may not. What
-        was taken away on purpose does not count."""
+        policy that rests at the end of its range may still explore, and one that rests in the middle may not. The
+        scheduled exploration factor does not count."""
         half = torch.ones_like(self.low) if self.squash else self._half_width.nan_to_num(posinf=1.0)
         return (parameters.chunk(2, dim=-1)[1] - self.exploration - torch.log(COLLAPSED * half)).mean(-1)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
-        """Squashing is one-to-one, so the squashed policies are as far apart as the Gaussians under them."""
+        """Squashing is one-to-one, so the KL divergence of the squashed policies is that of the Gaussians."""
         return gaussian_kl(*old.chunk(2, dim=-1), *new.chunk(2, dim=-1)).sum(-1)
 
     def to_env(self, raw: Tensor) -> Tensor:
         action = self._centre + self._half_width * torch.tanh(raw) if self.squash else raw
-        return torch.clamp(action, self.low, self.high)  # scaling rounds, and may pass a bound by the last digit
+        return torch.clamp(action, self.low, self.high)  # scaling rounds, and may exceed a bound by the last digit
 
     def from_env(self, action: Tensor) -> Tensor:
         """Exact up to rounding, but with `squash` not nearer to a bound than `BOUND_MARGIN` allows."""
@@ -309,7 +309,7 @@ class CategoricalHead(ActionHead):
         return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
     def collapse_margin(self, parameters: Tensor) -> Tensor:
-        """Entropy above 1 % of that of equal chances."""
+        """Entropy above 1 % of that of a uniform policy."""
         return self.entropy(parameters) - COLLAPSED * sum(math.log(size) for size in self.sizes)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:

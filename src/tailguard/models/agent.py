@@ -157,7 +157,7 @@ class ReturnCritic(nn.Module):
         return [self.value.layer] if self.distribution is None else [self.value.layer, self.distribution.layer]
 
     def output_of(self, outputs: Sequence[Tensor], features: Tensor) -> CriticOutput:
-        """What the layers' outputs say."""
+        """The critic's output from the outputs of its layers."""
         return CriticOutput(outputs[0], outputs[1] if len(outputs) > 1 else None, features)
 
     def forward(self, features: Tensor) -> CriticOutput:
@@ -166,19 +166,19 @@ class ReturnCritic(nn.Module):
 
 @dataclass(frozen=True)
 class CriticOutput:
-    """What one critic says, in normalised return units."""
+    """Output of one critic, in normalised return units."""
 
     value: Tensor
     """The scalar head's output, [..., 1]."""
     distribution: Tensor | None
     """The distribution head's output, [..., Q]; None for a scalar critic."""
     features: Tensor
-    """What the heads read, [..., H]."""
+    """Input of the heads, [..., H]."""
 
 
 @dataclass(frozen=True)
 class AgentOutput:
-    """What the network says of a batch of rows."""
+    """Output of the network for a batch of rows."""
 
     parameters: Tensor
     """Of the action distribution, [..., P]."""
@@ -213,12 +213,12 @@ class ActorCritic(nn.Module):
 
     def _trunk(self, index: int) -> Trunk:
         trunk = self.trunks[index]
-        assert isinstance(trunk, Trunk)  # ModuleList forgets what it holds
+        assert isinstance(trunk, Trunk)  # ModuleList loses the element type
         return trunk
 
     @property
     def trunk_names(self) -> tuple[str, ...]:
-        """What to call each trunk in figures and messages."""
+        """Names of the trunks in metrics and messages."""
         if len(self.trunks) == 1:
             return ("shared",)
         return ("actor", "critic") if len(self.trunks) == 2 else ("actor", "critic_1", "critic_2")
@@ -234,7 +234,7 @@ class ActorCritic(nn.Module):
         return self._trunk(0).remembers
 
     def initial_state(self, n: int) -> AgentState:
-        """States of n environments that have seen nothing, for every trunk."""
+        """Initial memory states of n environments, for every trunk."""
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
     def act(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
@@ -251,7 +251,7 @@ class ActorCritic(nn.Module):
     def features(
         self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> tuple[Tensor, ...]:
-        """What each trunk makes of T rows, [T, N, H]."""
+        """Features of each trunk for T rows, [T, N, H]."""
         return tuple(
             self._trunk(index).sequence(obs, state[index], episode_start, inner_resets)[0]
             for index in range(len(self.trunks))
@@ -260,14 +260,14 @@ class ActorCritic(nn.Module):
     def critic_features(
         self, obs: Tensor, state: AgentState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> dict[int, Tensor]:
-        """What the critics' trunks make of T rows, [T, N, H], by the trunk's number."""
+        """Features of the critics' trunks for T rows, [T, N, H], by the trunk's number."""
         return {
             index: self._trunk(index).sequence(obs, state[index], episode_start, inner_resets)[0]
             for index in sorted(set(self.critic_trunks))
         }
 
     def heads(self, features: Sequence[Tensor]) -> AgentOutput:
-        """What actor and critics say of the trunks' features; one product for all that read the same trunk."""
+        """Outputs of actor and critics from the trunks' features; one matrix product per trunk."""
         shared = self.critic_trunks[0] == 0
         first = [self.action_head.linear, *(self._critic_layers(0) if shared else [])]
         chosen, *outputs = full_precision(first, features[0])
@@ -282,7 +282,7 @@ class ActorCritic(nn.Module):
         return [layer for critic, mine in critics if mine == trunk for layer in critic.layers]
 
     def critic_heads(self, features: Mapping[int, Tensor]) -> tuple[CriticOutput, ...]:
-        """What every critic says of its trunk's features."""
+        """Output of every critic from its trunk's features."""
         trunks = sorted(set(self.critic_trunks))
         outputs = {trunk: full_precision(self._critic_layers(trunk), features[trunk]) for trunk in trunks}
         return self._critic_outputs(outputs, features)
@@ -290,7 +290,7 @@ class ActorCritic(nn.Module):
     def _critic_outputs(
         self, outputs: Mapping[int, list[Tensor]], features: Mapping[int, Tensor]
     ) -> tuple[CriticOutput, ...]:
-        """The outputs of the layers of each trunk's critics, taken apart critic by critic."""
+        """The outputs of the layers of each trunk's critics, split by critic."""
         found, taken = [], dict.fromkeys(outputs, 0)
         for critic, trunk in zip(self.each_critic(), self.critic_trunks, strict=True):
             first = taken[trunk]
@@ -302,13 +302,13 @@ class ActorCritic(nn.Module):
     def evaluate(
         self, obs: Tensor, final_obs: Tensor, final_rows: Sequence[int], state: AgentState, episode_start: Tensor
     ) -> tuple[tuple[CriticOutput, ...], tuple[CriticOutput, ...], AgentState]:
-        """What every critic says of a rollout and of the successors of some of its rows.
+        """Outputs of every critic for a rollout and for the successors of some of its rows.
 
         obs [T, N, O], episode_start [T, N]; `final_rows` are the rows after which an episode ended, and the last one,
-        in order, and `final_obs` [K, N, O] their true next observations. A successor is read once, from the state after
-        its row, without a reset. Returns the critics' outputs [T, N], those of the successors [K, N], and the trunks'
-        states after the last row (the actor's as it was given, unless a critic shares it). Gradients go to `final_obs`
-        alone, where it asks for them.
+        in order, and `final_obs` [K, N, O] their true next observations. A successor is evaluated once, from the state
+        after its row, without a reset. Returns the critics' outputs [T, N], those of the successors [K, N], and the
+        trunks' states after the last row (the actor's unchanged, unless a critic shares it). Gradients flow only to
+        `final_obs`, if it requires them.
         """
         after = list(state)
         features: dict[int, Tensor] = {}
@@ -333,7 +333,7 @@ def _some_successors(
 ) -> tuple[Tensor, Tensor, MemoryState]:
     """Features of T rows, features of the successors of the K final rows, and the state after the last row.
 
-    One fused call from each boundary to the next; at a boundary the state after the row is at hand, and the successor
+    One fused call from each boundary to the next; at a boundary the state after the row is available, and the successor
     takes one step from it.
     """
     never = torch.zeros_like(episode_start[0])
@@ -364,7 +364,7 @@ def _each_successor(
     state: MemoryState,
     episode_start: Tensor,
 ) -> tuple[Tensor, Tensor, MemoryState]:
-    """As `_some_successors`, all of them in one step of K · N environments: for devices that are wide."""
+    """As `_some_successors`, all of them in one step of K · N environments: for GPUs."""
     everything, states = trunk.every_state(obs, state, episode_start)
     if not trunk.remembers:
         with torch.set_grad_enabled(final_obs.requires_grad):

@@ -1,12 +1,12 @@
 """Critic heads: a scalar value, quantiles of the return, or a categorical distribution over atoms.
 
-Every head reads critic features ``[..., H]`` and speaks in *normalised* return units; the learner owns the scale
-(``raw = mean + std * output``). When the scale moves, raw predictions must not:
+Every head reads critic features ``[..., H]`` and outputs *normalised* return units; the learner owns the scale
+(``raw = mean + std * output``). When the scale changes, raw predictions must not:
 
 * scalar and quantile heads are linear in their output, so PopArt rescales the layers of ``return_layers()``;
 * a categorical head is linear in its logits, not in its value, so no change of weights can rescale it. Its atoms move
-  instead: ``rescale_support`` expresses the same raw atoms in the new units, which is exact. Thereby the atoms stay
-  where they are in raw units, and the support no longer fits once the scale has moved far; ``support_drift`` measures
+  instead: ``rescale_support`` expresses the same raw atoms in the new units, which is exact. The atoms keep their
+  raw values, and the support no longer fits once the scale has changed a lot; ``support_drift`` measures
   that, and ``set_support`` moves the atoms back over the returns. Only that last call may alter predictions.
 """
 
@@ -60,14 +60,14 @@ class Critic(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, samples: Tensor) -> Tensor:
-        """Samples of the target return [..., M] in the form this head's loss reads; once a rollout, not each epoch."""
+        """Samples of the target return [..., M] in the form this head's loss uses; once per rollout, not per epoch."""
 
     @abstractmethod
     def return_layers(self) -> list[nn.Linear]:
         """The layers whose outputs are in return units, for PopArt to rescale."""
 
     def rescale_support(self, mean: Tensor, std: Tensor, new_mean: Tensor, new_std: Tensor) -> None:
-        """Keep raw predictions when the return scale moves; nothing to do where PopArt rescales the layers."""
+        """Keep raw predictions when the return scale changes; nothing to do where PopArt rescales the layers."""
 
 
 class ScalarCritic(Critic):
@@ -88,7 +88,7 @@ class ScalarCritic(Critic):
 
 
 class DistributionalCritic(Critic):
-    """A critic that knows more of the return than its mean."""
+    """A critic that predicts the distribution of the return."""
 
     @abstractmethod
     def quantiles(self, output: Tensor, count: int) -> Tensor:
@@ -135,7 +135,7 @@ class CategoricalCritic(DistributionalCritic):
     """Probabilities of evenly spaced atoms (Bellemare et al. 2017). Output: logits [..., K].
 
     ``two_hot`` targets keep the mean; ``hl_gauss`` targets (Farebrother et al. 2024) also spread over neighbours, which
-    regresses better. Both widen what the head learns by a known variance; :meth:`quantiles` takes it out again.
+    regresses better. Both add a known variance to the learned distribution; :meth:`quantiles` removes it.
     """
 
     support: Tensor
@@ -181,8 +181,8 @@ class CategoricalCritic(DistributionalCritic):
     def quantiles(self, output: Tensor, count: int) -> Tensor:
         """Inverse CDF of bins of even density, shrunk about the mean to the variance before projection; no gradient.
 
-        The projection adds a variance of Δ²/6 (two-hot) or (¾Δ)² + Δ²/12 (HL-Gauss) and the bins another Δ²/12: left
-        in, the tail would look worse than it is, and more so with every bootstrap.
+        The projection adds a variance of Δ²/6 (two-hot) or (¾Δ)² + Δ²/12 (HL-Gauss) and the bins another Δ²/12: without
+        the correction, the tail would be overstated, increasingly so with every bootstrap.
         """
         atoms = self.atoms
         probabilities = output.detach().softmax(-1)
@@ -219,8 +219,8 @@ class CategoricalCritic(DistributionalCritic):
         """Move the atoms to [v_min, v_max] and resample the log-density the logits describe at the new atoms.
 
         Resampling is linear in the logits, so it is folded into the layer. Cubic interpolation (Keys 1981) is exact for
-        the quadratic log-density of a Gaussian; atoms outside the old support get a tail that falls by e an atom. To be
-        called between rollouts only; this layer's optimiser state and encoded targets are stale after it.
+        the quadratic log-density of a Gaussian; atoms outside the old support get a tail that falls by e per atom. Call
+        it between rollouts only; this layer's optimiser state and encoded targets are stale after it.
         """
         if not v_min < v_max:
             raise ConfigError(f"categorical critic: support [{v_min}, {v_max}] is empty; v_min must be below v_max")
@@ -299,7 +299,7 @@ def combine_values(first: Tensor, second: Tensor, mode: TwinMode) -> Tensor:
 
 
 def twin_pessimism(first: Tensor, second: Tensor) -> Tensor:
-    """What ``min`` takes off the mean of two values, [...]: s/√π on average for independent Gaussian errors of sd s."""
+    """The mean of two values minus their minimum, [...]: s/√π on average for independent Gaussian errors of sd s."""
     return (first - second).abs() / 2
 
 

@@ -1,4 +1,4 @@
-"""The deterministic policy of one account, asked step by step: for backtests, and wherever decisions come one by one.
+"""The deterministic policy of one account, step by step: for backtests and other sequential decisions.
 
 `ActorCritic.act` reads any number of rows, on any device, and prepares a probability ratio. For one row on a CPU its
 bookkeeping costs three times the arithmetic. `InferencePolicy` performs the same operations in the same order, so it
@@ -30,7 +30,7 @@ class StepPolicy(Protocol):
 class InferencePolicy:
     """A network's most likely action, step by step. Call it under `torch.inference_mode()`.
 
-    `scale`: makes of a raw observation what the network reads.
+    `scale`: converts a raw observation to the network's input.
     """
 
     def __init__(self, network: ActorCritic, scale: Callable[[Tensor], Tensor]) -> None:
@@ -59,12 +59,12 @@ class InferencePolicy:
             x, cell = torch.lstm_cell(x, self._states[index], *weights)
             self._states[index] = x, cell
         head, output = self.head, self._head(x)
-        # A Gaussian's mean comes first, with or without a standard deviation of the state behind it.
+        # The mean of a Gaussian comes first, followed by a standard deviation if it depends on the state.
         raw = output[:, : head.raw_size] if self._gaussian else head.mode(output)
         return head.to_env(raw)
 
     def _by_network(self, observation: Tensor, reset: bool) -> Tensor:
-        """Other devices, and bfloat16, where the network knows what to compute in which precision."""
+        """Other devices, and bfloat16: the network itself handles the precision."""
         start = self._start if reset else ~self._start
         rows = self.scale(observation.to(self.device))
         parameters, self._memory = self.network.act(rows, self._memory, start)
@@ -72,7 +72,7 @@ class InferencePolicy:
 
 
 def _direct(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A layer as a plain function: a module looks for hooks and weights first, which costs as much as a small layer."""
+    """A layer as a plain function: a module first looks up hooks and weights, which costs as much as a small layer."""
     if isinstance(layer, nn.Linear):
         weight, bias = layer.weight, layer.bias
         return lambda x: F.linear(x, weight, bias)

@@ -37,7 +37,7 @@ class Memory(nn.Module, ABC):
 
     @abstractmethod
     def initial_state(self, n: int) -> MemoryState:
-        """The state of n environments that have seen nothing."""
+        """The initial state of n environments."""
 
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
@@ -54,8 +54,8 @@ class Memory(nn.Module, ABC):
         """Read T rows: x [T, N, I], episode_start [T, N] bool -> outputs [T, N, H] and the state after the last row.
 
         `state` is the one before the first row. `inner_resets` says whether an episode may start after row 0. None
-        looks at `episode_start`, on a CPU only; False is the caller's promise that none does; True takes the exact
-        path without looking. On other devices every choice is exact, with static shapes and no wait for the device.
+        checks `episode_start`, on a CPU only; False asserts that none does; True takes the exact path without
+        checking. On other devices every choice is exact, with static shapes and no wait for the device.
         """
 
 
@@ -88,8 +88,8 @@ class NoMemory(Memory):
 class LSTMMemory(Memory):
     """An LSTM of one or more layers (Hochreiter & Schmidhuber 1997; forget gate of Gers et al. 2000).
 
-    Every gate's input and recurrent weights start orthogonal, which keeps the scale of what passes through them.
-    The forget gate's bias starts at `forget_bias`: at 0 half of the memory is lost each step, so what was seen 32
+    Every gate's input and recurrent weights start orthogonal, which preserves the scale of signals.
+    The forget gate's bias starts at `forget_bias`: at 0 half of the memory is lost each step, so an input 32
     steps ago has a weight of 2e-10 and gets no gradient; at 1 (Jozefowicz et al. 2015) it has 4e-5 and can be learned.
 
     A CPU in full precision reads segments with PyTorch's fused LSTM, several times faster than cell by cell. Elsewhere
@@ -153,7 +153,7 @@ class LSTMMemory(Memory):
         return hidden[-1], (torch.stack(hidden).to(state[0].dtype), torch.stack(cells))
 
     def _by_layers(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """Exact for every pattern of starts, without looking at one."""
+        """Exact for every pattern of episode starts, without reading their values."""
         hidden, cells = self._layers(x, state, episode_start)
         h, c = (torch.stack([rows[-1] for rows in parts]) for parts in (hidden, cells))
         return hidden[-1], (h.to(state[0].dtype), c)
@@ -194,7 +194,7 @@ class LSTMMemory(Memory):
         return y, (h, c)
 
     def cell_weights(self) -> list[CellWeights]:
-        """The weights of each layer, for who steps through the cells one row at a time."""
+        """The weights of each layer, for callers that step the cells one row at a time."""
         return self._weights()
 
     def _weights(self) -> list[CellWeights]:

@@ -19,7 +19,7 @@ def is_narrow(precision: Precision, device: torch.device) -> bool:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which matrix products are as narrow as asked for."""
+    """A context in which matrix products run in the requested precision."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_narrow(precision, device))
 
 
@@ -27,7 +27,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 def tensor_cores(allowed: bool) -> Iterator[None]:
     """A context in which float32 products may round their factors to TF32's 11 bits, which a GPU takes 8 times faster.
 
-    Features that come from bfloat16 lose nothing by it. Both acting and learning see the same rounded weights.
+    Features computed in bfloat16 lose no precision. Acting and learning use the same rounded weights.
     """
     before = torch.get_float32_matmul_precision()
     if allowed:
@@ -41,7 +41,7 @@ def tensor_cores(allowed: bool) -> Iterator[None]:
 def full_precision(layers: Sequence[nn.Linear], features: Tensor) -> list[Tensor]:
     """Last layers that read the same features, in one product and outside autocast, one output each.
 
-    8 bits would quantise a value, and a mean, whose error the ratio exponentiates.
+    bfloat16's 8 bits would quantise values and action means, and the ratio exponentiates the error of a mean.
     """
     with torch.autocast(features.device.type, enabled=False):
         if len(layers) == 1:

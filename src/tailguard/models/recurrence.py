@@ -1,8 +1,8 @@
-"""An LSTM layer over whole segments, with a backward pass of its own.
+"""An LSTM layer over whole segments, with a custom backward pass.
 
 Automatic differentiation of a loop over cells gives every step its own product for the gradient of the weights. Here
-the loop hands back the gradients of all steps' gates, and what can be done for all steps at once is: one product for
-the recurrent weights, and outside, one for the input weights and one for the inputs.
+the loop returns the gradients of all steps' gates, and the products for all steps are computed at once: one for the
+recurrent weights, and outside, one for the input weights and one for the inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def recurrence(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_star
 def _without_gradient(
     gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One operation to a compiler, which would unroll the loop over rows."""
+    """A custom operator: a compiler would unroll the loop over rows."""
     hidden, cells, _ = _forward(gates, weight.to(gates.dtype), h.to(gates.dtype), c, episode_start, keep=False)
     return hidden, cells
 

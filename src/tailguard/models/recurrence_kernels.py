@@ -1,7 +1,7 @@
 """GPU kernels of the LSTM recurrence, in Triton.
 
 In bfloat16 and up to `FUSED_SIZE` units a whole segment is one kernel: a block of environments stays on one
-multiprocessor from the first row to the last, its state in registers, and nothing but inputs and results travels.
+multiprocessor from the first row to the last, its state in registers, and only inputs and results are transferred.
 Otherwise every row is a product and one pointwise kernel.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 FUSED_SIZE = 128
-"""Most units that the fused kernels take: the recurrent weights of more do not fit beside a multiprocessor."""
+"""Most units that the fused kernels support: larger recurrent weights do not fit on a multiprocessor."""
 FORWARD = {"BLOCK": 64, "num_warps": 16, "num_stages": 1}
 BACKWARD = {"BLOCK": 32, "num_warps": 8, "num_stages": 2}
 """Environments in a block, warps that work on it, and stages of loading the weights: the fastest on an H200."""
@@ -108,7 +108,7 @@ def _fused_forward(
     inside = first + number < rows
     there = inside[:, None]
     unit = tl.arange(0, H)
-    # Places inside a block fit 32 bits; where a block begins needs 64.
+    # Offsets inside a block fit 32 bits; the start of a block needs 64.
     state = number[:, None] * H + unit[None, :]
     gate = number[:, None] * (4 * H) + unit[None, :]
     w = weight + unit[:, None] * (4 * H) + unit[None, :]
@@ -144,7 +144,7 @@ def _fused_backward(
     of_hidden, of_cells, weight, c0, episode_start, cells, active, of_gates, of_h0, of_c0, rows, steps,
     HAS_CELLS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """weight: as it is, [4H, H]. A gate's gradient goes into the product at once: registers are what is short here."""
+    """weight: as it is, [4H, H]. A gate's gradient goes into the product at once, because registers are scarce."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     number = tl.arange(0, BLOCK)
     inside = first + number < rows

@@ -1,6 +1,6 @@
 """UPGD: descent that protects useful weights and perturbs the others (Elsayed & Mahmood, ICLR 2024).
 
-`UPGD` gates the gradient, `AdaptiveUPGD` Adam's direction, `UPGDW` all that AdamW does. They differ in nothing else:
+`UPGD` gates the gradient, `AdaptiveUPGD` Adam's direction, `UPGDW` the whole AdamW step. There is no other difference:
 utilities, gates and perturbations are those of `tailguard.optim.utility`.
 """
 
@@ -34,14 +34,14 @@ class UPGD(UtilityOptimizer):
         """Every setting but `seed` can also be given for a parameter group.
 
         params: parameters, or groups of them
-        lr: learning rate; a number, or a 0-dim tensor that may be refilled between steps
+        lr: learning rate; a number, or a 0-dim tensor that may be changed between steps
         weight_decay: decoupled: a step first shrinks every weight by lr · weight_decay
-        beta_utility: how much of the utility's running average is kept at a step; 0.999 remembers about 1,000
+        beta_utility: decay of the utility's running average; 0.999 averages about 1,000 steps
         sigma: standard deviation of the perturbation, in units of the gradient
         step_factor: c: 2 lets a weight of no utility move as plain descent would (its gate is 0.5), 1 is the formula
             of the paper's experiments
         normalisation: `max` divides by the largest utility; `minmax` spreads the gates between 0.27 and 0.73 whatever
-            the signs, at the mercy of a single outlier
+            the signs, and is sensitive to a single outlier
         seed: of the perturbations
         """
         defaults = {
@@ -77,7 +77,7 @@ class AdaptiveUPGD(UtilityOptimizer):
     ) -> None:
         """As `UPGD`, and Adam's averages of the gradient and its square.
 
-        betas: how much of the two averages is kept at a step
+        betas: decay of the two averages
         eps: added to the root of the second, against division by zero
         sigma: standard deviation of the perturbation, in units of Adam's direction: mostly within ±1
         """
@@ -117,12 +117,12 @@ class AdaptiveUPGD(UtilityOptimizer):
 
 
 class UPGDW(AdaptiveUPGD):
-    """All that AdamW does, under the gate: w ← w − c·lr·gate·(m̂ / (√v̂ + eps) + wd·w + σ·noise).
+    """The whole AdamW step under the gate: w ← w − c·lr·gate·(m̂ / (√v̂ + eps) + wd·w + σ·noise).
 
-    The other two shrink every weight alike, the most useful one too. But utility is how much the loss would rise if a
-    weight went to zero, and zero is where decay takes it: so here the gate rules the decay as well. With c = 2 a weight
-    of no utility decays and moves exactly as under AdamW, the most useful one decays 0.54 times as fast, a harmful one
-    up to twice as fast. Decay is decoupled as in AdamW: it does not pass through the averages.
+    The other two decay every weight equally, even the most useful one. But utility is the increase of the loss if a
+    weight were set to zero, and decay moves it towards zero; so here the gate applies to the decay as well. With c = 2
+    a weight of no utility decays and moves exactly as under AdamW, the most useful one decays 0.54 times as fast, a
+    harmful one up to twice as fast. Decay is decoupled as in AdamW: it does not pass through the averages.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class UPGDW(AdaptiveUPGD):
         normalisation: Normalisation = "max",
         seed: int = 0,
     ) -> None:
-        """As `AdaptiveUPGD`, with AdamW's defaults for what the two share."""
+        """As `AdaptiveUPGD`, with AdamW's defaults for the shared settings."""
         super().__init__(
             params,
             lr,

@@ -31,13 +31,13 @@ from tailguard.validate import check_choice, check_count, check_range
 Normalisation = Literal["max", "minmax"]
 
 NO_UTILITY = 1e-12
-"""A largest utility (or half the range of all) up to this says nothing about any weight: every gate is 0.5."""
+"""A largest utility (or half the range of all) up to this carries no information: every gate is 0.5."""
 SATURATION = 0.05
-"""A gate this near to 0 or 1 is saturated."""
+"""A gate this close to 0 or 1 is saturated."""
 
 
 def bias_correction(beta: float, steps: Tensor) -> Tensor:
-    """1 − β^t: what an average that started at zero has to be divided by. `expm1` keeps all digits when β is near 1.
+    """1 − β^t: bias correction of an average that started at zero. `expm1` keeps precision when β is near 1.
 
     steps: [n] → [n]
     """
@@ -47,8 +47,8 @@ def bias_correction(beta: float, steps: Tensor) -> Tensor:
 def gate_line(normalisation: Normalisation, lowest: Tensor, highest: Tensor) -> tuple[Tensor, Tensor]:
     """Slope and offset with which gate = sigmoid(slope · û + offset), from the extremes of all û.
 
-    `max`: −û / highest, the published rule; a highest that is not positive would turn the order of the weights round,
-    so there every gate is 0.5. `minmax`: 1 − 2 (û − lowest) / (highest − lowest), from 1 at the lowest to −1 at the
+    `max`: −û / highest, the published rule; if the highest is not positive it would reverse the order of the weights,
+    so every gate is then 0.5. `minmax`: 1 − 2 (û − lowest) / (highest − lowest), from 1 at the lowest to −1 at the
     highest, whatever their signs.
 
     lowest, highest: 0-dim; returns two 0-dim tensors
@@ -60,9 +60,9 @@ def gate_line(normalisation: Normalisation, lowest: Tensor, highest: Tensor) -> 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one group that share device and dtype, so that one call handles them all.
+    """Parameters of one group that share device and dtype, so one call handles them all.
 
-    What differs from weight to weight is computed on one row of all P weights, at least in float32.
+    Elementwise quantities are computed on one row of all P weights, at least in float32.
     """
 
     group: dict[str, Any]
@@ -75,7 +75,7 @@ class Bucket:
 
     @cached_property
     def gradients(self) -> list[Tensor]:
-        """Dense: a sparse one is spread out, since decay and perturbation touch every weight anyway."""
+        """The dense gradient: a sparse one is converted, since decay and perturbation affect every weight anyway."""
         return [parameter.grad.to_dense() for parameter in self.parameters if parameter.grad is not None]
 
     @cached_property
@@ -113,24 +113,24 @@ class Bucket:
 
 
 class UtilityOptimizer(Optimizer, ABC):
-    """What the three have in common: utilities, gates, noise and the order of things in a step.
+    """Base class of the three optimisers: utilities, gates, noise and the order of operations in a step.
 
-    A step runs without looking at a single value, so it never waits for the device and can be recorded in a CUDA graph
-    (register every one of `generators` with the graph first). The learning rate may be a 0-dim tensor, to be filled
-    with another value between steps. A parameter without a gradient is left out: it does not move, its state stays,
-    and its utility has no part in the largest one.
+    A step reads no value on the host, so it never synchronises with the device and can be recorded in a CUDA graph
+    (register every one of `generators` with the graph first). The learning rate may be a 0-dim tensor whose
+    value changes between steps. A parameter without a gradient is left out: it does not move, its state stays, and its
+    utility does not count for the largest one.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], seed: int) -> None:
         check_count("seed", seed, low=0)
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
-        """Where the perturbations of each device come from."""
+        """Random generator of the perturbations, by device."""
         # `capturable` tells torch to keep the step counters on the parameters' device when a state is loaded.
         super().__init__(params, defaults | {"capturable": True})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; what is left out is as in the constructor."""
+        """Add parameters with their own settings; the defaults are those of the constructor."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         self._check(group)
@@ -154,7 +154,7 @@ class UtilityOptimizer(Optimizer, ABC):
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self.generators:
-            # Devices must not share a stream; the first one's must not depend on which device it is.
+            # Devices must not share a random stream; that of the first must not depend on the kind of device.
             self.generators[device] = torch.Generator(device).manual_seed(self.seed + len(self.generators))
         return self.generators[device]
 
@@ -199,7 +199,7 @@ class UtilityOptimizer(Optimizer, ABC):
         return ("utility",)
 
     def _observe(self, bucket: Bucket) -> None:
-        """Take this step's gradients into the running averages."""
+        """Update the running averages with this step's gradients."""
         torch._foreach_add_(bucket.each("step"), 1)
         beta, utilities = bucket.group["beta_utility"], bucket.each("utility")
         torch._foreach_mul_(utilities, beta)
@@ -245,15 +245,15 @@ class UtilityOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _direction(self, bucket: Bucket) -> Tensor:
-        """Where every weight would go without gate, noise and decay, [P]; the learning rate is still to come."""
+        """Step of every weight without gate, noise, decay and learning rate, [P]."""
 
     def _decay(self, bucket: Bucket, gates: Tensor, updates: Tensor) -> None:  # noqa: ARG002
-        """Shrink every weight alike, apart from gradient and gate."""
+        """Decay every weight equally, independently of gradient and gate."""
         torch._foreach_mul_(bucket.parameters, 1 - bucket.learning_rate() * bucket.group["weight_decay"])
 
     @torch.no_grad()
     def figures(self) -> dict[str, Tensor]:
-        """What the last step's gates looked like, as 0-dim tensors; nothing before the first step.
+        """Statistics of the last step's gates, as 0-dim tensors; empty before the first step.
 
         `upgd/gate_p05`, `_p50`, `_p95`: quantiles of the gates (nearest rank). `upgd/saturated_share`: share of gates
         below 0.05 or above 0.95. `upgd/noise_to_step`: expected size of the perturbation as a multiple of the gated
@@ -277,15 +277,15 @@ class UtilityOptimizer(Optimizer, ABC):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a step depends on, the perturbations' generators included."""
+        """The complete state, including the perturbations' generators."""
         return super().state_dict() | {
             "generators": {str(device): generator.get_state() for device, generator in self.generators.items()}
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken. The state is copied: its giver and this one stay independent."""
+        """Restore a saved state exactly. The state is copied, so later steps do not change `state_dict`."""
         if "generators" not in state_dict:
-            raise ConfigError(f"state_dict: no generators in it; it is not that of a {type(self).__name__}")
+            raise ConfigError(f"state_dict: no generators in it; it was not saved by a {type(self).__name__}")
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({name: value.clone() for name, value in state.items()})
@@ -296,7 +296,7 @@ class UtilityOptimizer(Optimizer, ABC):
             else:
                 warnings.warn(
                     f"state_dict: its perturbations were drawn on {', '.join(saved)} and a generator's state is bound "
-                    f"to its device; those on {device} start anew from seed {self.seed}, so the course will differ",
+                    f"to its device; those on {device} restart from seed {self.seed}, so training will differ",
                     stacklevel=2,
                 )
                 generator.manual_seed(self.seed)

@@ -3,8 +3,8 @@
 For a gradient with mean μ and variance σ² per element, the step that gains most on a quadratic is 1 / (1 + NSR) of the
 noise-free one, where NSR = Σσ² / Σμ² over the elements: the noise-to-signal ratio, which is McCandlish et al.'s "simple
 noise scale" divided by the batch size ("An Empirical Model of Large-Batch Training", 2018; Balles & Hennig, "Dissecting
-Adam", ICML 2018, for the factor). Noise here is what changes from step to step in one element. How much elements
-differ from each other is no part of it.
+Adam", ICML 2018, for the factor). Noise is the variation of one element from step to step; differences
+between elements are not part of it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Moments = Literal["own", "optimizer"]
 PROPORTIONAL = (SGD, UPGD)
 """Optimisers whose step grows with the gradient."""
 SCALE_FREE = (Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, AdaptiveUPGD)
-"""Optimisers that divide the gradient by its own size, so that a factor on it cancels out."""
+"""Optimisers that divide the gradient by its own size, so a factor on it cancels out."""
 
 
 def squared_weight_sum(beta: float, steps: Tensor) -> Tensor:
-    """Σ w² over the weights of a bias-corrected running average: the share of the noise that is left in it.
+    """Σ w² over the weights of a bias-corrected running average: the share of the noise that remains in it.
 
     (1 − β)/(1 + β) · (1 + β^t)/(1 − β^t): 1 for a single gradient, (1 − β)/(1 + β) in the long run.
 
@@ -46,8 +46,8 @@ def squared_weight_sum(beta: float, steps: Tensor) -> Tensor:
 def noise_and_signal(mean_square: Tensor, second_moment: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Unbiased Σσ² and Σμ² of a tensor's elements from running averages M of its gradient and V of the square.
 
-    E[V] = μ² + σ² and E[M²] = μ² + weight · σ², whatever weights V was averaged with. The signal is not cut at zero:
-    sums over tensors stay unbiased only if it may be negative.
+    E[V] = μ² + σ² and E[M²] = μ² + weight · σ², whatever weights V was averaged with. The signal is not clipped at
+    zero: sums over tensors stay unbiased only if it may be negative.
 
     mean_square: Σ M², [P]; second_moment: Σ V, [P]; weight: `squared_weight_sum` of M's weights, [P]
     returns: two [P]; where M holds a single gradient the noise is unknown and comes out as 0
@@ -68,9 +68,9 @@ class NoiseToSignal:
 
 
 class VarianceGradientScaler:
-    """Multiplies every step by s = 1 / (1 + α · NSR), cut to [min_scale, 1].
+    """Multiplies every step by s = 1 / (1 + α · NSR), clipped to [min_scale, 1].
 
-    The whole of it, where nothing happens between `backward` and the step:
+    Complete use, if nothing happens between `backward` and the step:
 
         scaler = VarianceGradientScaler(optimizer)
         loss.backward()
@@ -83,9 +83,9 @@ class VarianceGradientScaler:
         clip_grad_norm_(parameters, 0.5)
         scaler.optimizer_step()
 
-    Each verb runs without looking at a value, so it never waits for the device, and works in the same storage at every
-    step, so that it can be recorded in a CUDA graph. A parameter without a gradient is left out: its statistics stay
-    and have no part in the step's factor.
+    Each method reads no value on the host, so it never synchronises with the device, and works in the same storage at
+    every step, so it can be recorded in a CUDA graph. A parameter without a gradient is left out: its statistics stay
+    and do not count for the step's factor.
 
     Memory: the mean gradient, one number for every weight. Its square needs none, since only its sum over a tensor is
     ever used, and the sum of running averages is the running average of the sum.
@@ -107,17 +107,17 @@ class VarianceGradientScaler:
         """params_or_optimizer: an optimiser, or parameters whose gradients are to be scaled for one that is elsewhere.
 
         alpha: weight of the noise; 1 is the optimal factor for descent, 0 switches the scaling off
-        beta: how much of the running averages is kept at a step; 0.99 remembers about 100 gradients
+        beta: decay of the running averages; 0.99 averages about 100 gradients
         min_scale: lowest factor
         max_nsr: highest noise-to-signal ratio; without a signal it would be infinite
         warmup_steps: gradients of a tensor to see before they count; until then its factor is 1
         granularity: `global`, one factor, which keeps the direction of the gradient and is estimated from all weights;
-            `per_tensor`, one for each tensor, which turns the step towards the tensors that are sure of themselves and
-            is a rough guess for small ones
-        apply: `gradient` multiplies gradients, `learning_rate` the steps that the optimiser takes; `auto` knows which
-            of the two works for the optimisers of torch and Tailguard
+            `per_tensor`, one for each tensor, which turns the step towards tensors with little noise and is a
+            rough estimate for small ones
+        apply: `gradient` multiplies gradients, `learning_rate` the steps that the optimiser takes; `auto` selects
+            the one that works for the optimisers of torch and Tailguard
         moments: `own`, from the gradients at `update_statistics`; `optimizer`, from the `exp_avg` and `exp_avg_sq`
-            that Adam and its like keep, which takes no memory but sees clipped gradients, one step late
+            of Adam and similar optimisers, which takes no memory but sees clipped gradients, one step late
         """
         check_range("alpha", alpha, low=0, high_open=True)
         check_range("beta", beta, low=0, high=1, low_open=True, high_open=True)
@@ -143,7 +143,7 @@ class VarianceGradientScaler:
         )
         self._present = torch.zeros(len(self.parameters), dtype=torch.bool, device=device)
         self._pattern = (False,) * len(self.parameters)
-        # Half precision cannot hold an average: a hundredth of a gradient is lost in it.
+        # Half precision cannot hold an average: a hundredth of a gradient is rounded away.
         self._means = [
             torch.zeros_like(parameter, dtype=_averaging_dtype(parameter), requires_grad=False)
             for parameter in (self.parameters if moments == "own" else ())
@@ -153,7 +153,7 @@ class VarianceGradientScaler:
 
     @torch.no_grad()
     def update_statistics(self) -> None:
-        """Take the present gradients into the statistics; to be called before they are scaled or clipped."""
+        """Update the statistics with the current gradients; call it before they are scaled or clipped."""
         self._notice_gradients()
         mean_square, second_moment, weight = (
             self._average_gradients() if self.moments == "own" else self._read_optimizer()
@@ -164,7 +164,7 @@ class VarianceGradientScaler:
 
     @torch.no_grad()
     def scale_gradients(self) -> None:
-        """Multiply the gradients by the factor, once a call; leave them alone where the learning rate is scaled."""
+        """Multiply the gradients by the factor, once per call; does nothing where the learning rate is scaled."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not self.scales_gradients or not gradients:
             return
@@ -210,7 +210,7 @@ class VarianceGradientScaler:
 
     @torch.no_grad()
     def figures(self) -> dict[str, Tensor]:
-        """What to log, as 0-dim tensors.
+        """Metrics to log, as 0-dim tensors.
 
         `vgs/nsr`: noise-to-signal ratio of everything; `vgs/nsr_median`, `vgs/nsr_max`: of the tensors, each by
         itself. `vgs/noise`, `vgs/signal`: Σσ² and Σμ² of the tensors that had a gradient. `vgs/scale`: the factor,
@@ -237,7 +237,7 @@ class VarianceGradientScaler:
 
     @torch.no_grad()
     def forget(self, parameter: Tensor) -> None:
-        """Begin a parameter's statistics anew, because its gradients so far say nothing about those to come."""
+        """Reset a parameter's statistics, because its past gradients carry no information about future ones."""
         index = self._index_of(parameter)
         for sums in (self._steps, self._second_moment, self._noise, self._signal):
             sums[index].zero_()
@@ -252,12 +252,12 @@ class VarianceGradientScaler:
         return next(index for index, mine in enumerate(self.parameters) if mine is parameter)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all that is needed to go on from here, one flat dictionary."""
+        """Copies of the complete state, one flat dictionary."""
         return {name: value.clone() for name, value in self._state().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state, in the present storage."""
+        """Restore a saved state, in the same storage."""
         mine = self._state()
         if state.keys() != mine.keys():
             different = sorted(state.keys() ^ mine.keys())
@@ -381,9 +381,10 @@ class VarianceGradientScaler:
                 rate.copy_(value)
 
     def _step_and_pull_back(self, optimizer: Optimizer) -> None:
-        """Step, then go back part of the way: what a scaled learning rate does, without reading the factor.
+        """Step, then undo a part of it: the effect of a scaled learning rate, without reading the factor.
 
-        A number in a parameter group could be scaled only by waiting for the device, and holds for the whole group.
+        A number in a parameter group could be scaled only with a device synchronisation, and applies to the whole
+        group.
         """
         moved = [parameter for parameter in self.parameters if parameter.grad is not None]
         places = [parameter.clone() for parameter in moved]
@@ -408,7 +409,7 @@ def _averaging_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None  # only parameters with a gradient are asked
+    assert parameter.grad is not None  # only parameters with a gradient are used
     return parameter.grad
 
 
@@ -453,5 +454,5 @@ def _check_moments(optimizer: Optimizer | None) -> None:
     if not isinstance(optimizer, Adam | AdamW | NAdam | RAdam | AdaptiveUPGD):
         raise ConfigError(f"moments: {kind} cannot give 'optimizer' moments; use Adam or its like, or 'own'")
     for group in optimizer.param_groups:
-        # With no average of the gradient there is nothing to tell noise from signal by.
+        # Without an average of the gradient, noise and signal cannot be separated.
         check_range("moments: betas[0] of the optimiser", float(group["betas"][0]), low=0, high=1, low_open=True)

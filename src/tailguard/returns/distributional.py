@@ -16,7 +16,7 @@ def draw_continuations(
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The coins of SR(λ): a bool tensor of `shape`, each True with probability λ (a number or a 0-dim tensor)."""
+    """Random continuations of SR(λ): bool tensor of `shape`, each True with probability λ (number or 0-dim tensor)."""
     return torch.rand(tuple(shape), generator=generator, device=device) < lam
 
 
@@ -30,9 +30,9 @@ def midpoint_spread(count: int) -> float:
 def bootstrap_samples(quantiles: Tensor) -> Tensor:
     """Q equally likely samples of the return whose midpoint quantiles [..., Q] are given, [..., Q].
 
-    Drawn from the quantiles as they are, every bootstrap would cost a Normal 4 % of its variance at Q = 32. So the
-    quantiles are spread about their mean: a Normal then keeps mean and variance. A distribution without outer tails
-    comes out wider, by 2 % a bootstrap at Q = 32.
+    With the quantiles themselves as samples, a Normal would lose 4 % of its variance per bootstrap at Q = 32. The
+    quantiles are therefore spread about their mean, so that a Normal keeps mean and variance. A distribution without
+    outer tails becomes wider, by 2 % per bootstrap at Q = 32.
     """
     mean = quantiles.mean(-1, keepdim=True)
     return mean + (quantiles - mean) / midpoint_spread(quantiles.shape[-1])
@@ -51,8 +51,8 @@ def sr_lambda_targets(
 
     X_t^i = r_t + γ·X_{t+1}^i where sample i continues, r_t + γ·θ_i(o'_t) where it bootstraps, r_t where the episode
     terminated. Samples continue with probability λ inside an episode, never past a truncation or the rollout's end.
-    The fixed point is the distribution of the return for every λ; but each bootstrap reads Q quantiles in the place of
-    a distribution, which costs tail mass. With λ = 1 samples bootstrap at the end of a rollout only.
+    The fixed point is the distribution of the return for every λ; but each bootstrap reads Q quantiles instead of a
+    distribution, which loses tail mass. With λ = 1 samples bootstrap only at the end of a rollout.
 
     rewards:                [T, N]
     next_quantiles:         [T, N, Q], samples θ of the return of the real successor o'_t (see `gae`)
@@ -61,7 +61,7 @@ def sr_lambda_targets(
     continuations:          [T, N, Q] bool, from `draw_continuations`
     returns:                [T, N, Q]
     """
-    # A sample bootstraps at most once, at a step its coins choose without looking at i. So sample i may always take the
+    # A sample bootstraps at most once, at a step that does not depend on i. So sample i may always take the
     # i-th quantile: averaged over i this is the mixture Σ_k (1−λ)λ^k of k-step targets itself, with the successor's
     # quantiles drawn stratified (each once) instead of with replacement.
     targets = next_quantiles.masked_fill(terminated.unsqueeze(-1), 0.0)

@@ -28,7 +28,7 @@ def gae(
     gamma, lam:             numbers or 0-dim tensors
     returns:                [T, N]
     """
-    # Masks select instead of multiplying, so that even a NaN behind a boundary stays there (0 · NaN is NaN).
+    # Masks select instead of multiplying, so a NaN does not cross a boundary (0 · NaN is NaN).
     advantages = next_values.masked_fill(terminated, 0.0).mul_(gamma).add_(rewards).sub_(values)
     decay = torch.ones_like(values[0]) * (gamma * lam)
     nothing = torch.zeros_like(values[0])

@@ -17,7 +17,7 @@ from tailguard.errors import ConfigError
 
 AdvantageMode = Literal["global", "per_env", "off"]
 
-# Observations and returns arrive as float32: what varies less than this share of its mean is rounding, not signal.
+# Observations and returns are float32: variation below this share of the mean is rounding, not signal.
 _FLOAT32_RESOLUTION = 2.0**-23
 
 # The powers of the gradient that optimisers average: Adam and its relatives, and SGD with momentum.
@@ -39,14 +39,14 @@ def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class MomentsChange:
-    """What one update did to the statistics; every field is float64 of the statistics' shape."""
+    """Change of the statistics in one update; every field is float64 of the statistics' shape."""
 
     old_mean: Tensor
     old_std: Tensor
     new_mean: Tensor
     new_std: Tensor
     mean_shift: Tensor
-    """How far the mean moved, in old standard deviations; 0 at the first update, which has nothing to move from."""
+    """How far the mean moved, in old standard deviations; 0 at the first update."""
     std_ratio: Tensor
     """New standard deviation over the old; 1 at the first update."""
 
@@ -68,7 +68,7 @@ class RunningMoments:
     count: Tensor
     """[] float64: sum of the weights of all samples seen"""
     std: Tensor
-    """[*shape] float64, from the three above: population standard deviation, 1 for what does not vary"""
+    """[*shape] float64, from the three above: population standard deviation, 1 for constant entries"""
 
     def __init__(self, shape: Sequence[int] = (), decay: float = 1.0, device: torch.device | str | None = None) -> None:
         if not 0.0 < decay <= 1.0:
@@ -79,17 +79,17 @@ class RunningMoments:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
         self.std = torch.ones_like(self.mean)
         self.started = False
-        """Whether there was an update, known without asking the device; its owner may say no while nothing varies."""
+        """Whether there was an update, without device synchronisation; the owner may reset it while nothing varies."""
 
     @property
     def varies(self) -> Tensor:
-        """Whether what was seen varies by more than rounding, for each entry, [*shape] bool."""
+        """Whether the samples vary by more than rounding, for each entry, [*shape] bool."""
         std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
         return std > _FLOAT32_RESOLUTION * self.mean.abs()
 
     @torch.no_grad()
     def clear(self) -> None:
-        """Forget everything, in the present storage."""
+        """Reset the statistics, in the same storage."""
         for value in (self.mean, self.squares, self.count):
             value.zero_()
         self.std.fill_(1.0)
@@ -128,7 +128,7 @@ class RunningMoments:
         )
 
     def normalise(self, x: Tensor, clip: float | None = None) -> Tensor:
-        """(x − mean) / std for x [..., *shape], cut to [−clip, clip] if a clip is given; dtype of x."""
+        """(x − mean) / std for x [..., *shape], clipped to [−clip, clip] if a clip is given; dtype of x."""
         scaled = (x.double() - self.mean) / self.std
         if clip is not None:
             scaled = scaled.clamp(-clip, clip)
@@ -139,12 +139,12 @@ class RunningMoments:
         return (x.double() * self.std + self.mean).to(x.dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all that is needed to go on from here."""
+        """Copies of the complete state."""
         return {"mean": self.mean.clone(), "squares": self.squares.clone(), "count": self.count.clone()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state, in the present storage."""
+        """Restore a saved state, in the same storage."""
         for name, mine in (("mean", self.mean), ("squares", self.squares), ("count", self.count)):
             if state[name].shape != mine.shape:
                 raise ConfigError(
@@ -222,10 +222,10 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
 
     A loss on normalised residuals that is homogeneous of degree p (2: squared error, 1: pinball) is multiplied by
     (σ/σ')^p when the units change, and the head's weight and bias enter it multiplied by σ/σ'; so their gradient is
-    multiplied by (σ/σ')^(p−1). Averages of gradients and of their squares scaled alike are exactly those that the whole
-    past would have left in the new units: the optimiser's next step is the one it would take had the units always been
-    the new ones. For pinball the factor is 1, since its gradient knows no units. A utility is a gradient times its
-    weight, so it gets one factor more; that a bias is also shifted, its utility learns from the gradients to come.
+    multiplied by (σ/σ')^(p−1). Averages of gradients and of their squares, scaled in this way, are exactly those
+    of the same history in the new units: the optimiser's next step is the one it would take had the units always been
+    the new ones. For pinball the factor is 1, since its gradient has no units. A utility is a gradient times its
+    weight, so it gets one more factor; the shift of a bias enters its utility through later gradients.
 
     moments: the optimiser's state of one parameter, `optimiser.state[parameter]`; a tensor under an unknown name
              is refused
@@ -237,8 +237,9 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     unknown = [name for name, value in kept.items() if value.dim() > 0 and name not in factors]
     if unknown:
         raise ConfigError(
-            f"optimiser state {', '.join(unknown)}: how it scales with the return is not known, so it cannot follow a "
-            f"change of the return's scale. Use an optimiser whose state is among {', '.join(factors)}, as Adam or UPGD"
+            f"optimiser state {', '.join(unknown)}: its scaling with the return is unknown, so it cannot be "
+            f"rescaled when the return's scale changes. Use an optimiser whose state is among "
+            f"{', '.join(factors)}, as Adam or UPGD"
         )
     for name, factor in factors.items():
         if name in kept:

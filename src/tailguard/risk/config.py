@@ -79,7 +79,7 @@ class RiskConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> RiskConfig:
-        """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
+        """The config from the output of `dataclasses.asdict`, also after a JSON round trip."""
         return cls(**{**settings, "critic_hidden": tuple(settings["critic_hidden"])})
 
     @property
@@ -97,7 +97,7 @@ class RiskConfig:
 
     @property
     def needed(self) -> int:
-        """Outcomes with enough of them in the tail."""
+        """Number of outcomes that puts enough of them in the tail."""
         return math.ceil(TAIL_EPISODES / self.alpha - 1e-9)
 
 

@@ -3,9 +3,10 @@
     max E[R]  subject to  ES_α(L) ≤ d,   L = −(an episode's P&L as a fraction of its first equity)
 
 By Rockafellar & Uryasev (2000), ES_α(L) = min over ν of ν + E[(L − ν)₊]/α, and the best ν is the VaR. So with ν at the
-VaR of recent outcomes, an episode's share in the tail's loss is (L − ν)₊/α, a cost like any other: it has advantages,
-and they are subtracted from those of the reward at a price λ (Chow & Ghavamzadeh 2014). A PID rule moves λ by the
-**realised** ES (Stooke et al. 2020), never by what a critic believes: a critic's gradient would only make it rosier.
+VaR of recent outcomes, an episode's share in the tail's loss is (L − ν)₊/α, a cost like any other: its advantages are
+subtracted from those of the reward with the weight λ, the Lagrange multiplier (Chow & Ghavamzadeh 2014). A PID rule
+updates λ from the **realised** ES (Stooke et al. 2020), never from a critic's prediction: its gradient would only make
+the prediction more optimistic.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tailguard.risk.config import TAIL_EPISODES, RiskConfig
 from tailguard.risk.cvar import cvar_from_samples, var_from_samples
 
 INTEGRATION_ZONE = 0.5
-"""A violation beyond this share of the limit adds to the integral only while it does not get smaller by itself."""
+"""A violation beyond this share of the limit adds to the integral only while it is not shrinking."""
 TREND_MEMORY = 0.9
-"""Share of the violation's running average that is kept at an update."""
+"""Decay of the violation's running average per update."""
 FALLING = 0.98
-"""A violation below this share of its running average is on its way down."""
+"""A violation below this share of its running average is shrinking."""
 
 
 @dataclass(frozen=True)
 class Dual:
-    """The price of risk and what it is made of, 0-dim float64."""
+    """The Lagrange multiplier and the state of its controller, 0-dim float64."""
 
     price: Tensor
     """λ"""
@@ -40,11 +41,10 @@ class Dual:
 
 
 def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
-    """One move of the price by the relative violation v = (ES − target)/d, with e = v within ±1.
+    """One update of the multiplier from the relative violation v = (ES − target)/d, with e = v within ±1.
 
-    λ = Kp·e + I within [0, λ_max], where I gathers Ki·e. Against windup it does not gather while λ is at its cap, nor
-    while a large violation is shrinking already: what it gathered then would have to be unlearned later. It always
-    gives way when the budget is kept.
+    λ = Kp·e + I within [0, λ_max], where I integrates Ki·e. Against windup, I is frozen while λ is at its cap and
+    while a large violation is already shrinking. It always decreases when the budget is kept.
     """
     kp, ki = config.gains
     error = violation.clamp(-1.0, 1.0)
@@ -58,24 +58,24 @@ def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
 
 
 class OutcomeWindow:
-    """The last W losses, written in place and without looking at a value, so that nothing waits for the device."""
+    """The last W losses, written in place without reading a value, so there is no device synchronisation."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.size = size
-        # One place more than the window holds: what is not to be kept is written there.
+        # One slot more than the window: losses that are not kept are written there.
         self.losses = torch.zeros(size + 1, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        """Losses taken in so far."""
+        """Losses recorded so far."""
 
     @torch.no_grad()
     def add(self, losses: Tensor, counted: Tensor) -> None:
-        """Take in the losses [...] where `counted` [...] holds, in their order; of too many, the last ones."""
+        """Record the losses [...] where `counted` [...] holds, in their order; of too many, the last ones."""
         flags = counted.flatten()
         number = flags.cumsum(0)
         kept = flags & (number > number[-1] - self.size)
         place = torch.where(kept, (self.count + number - 1) % self.size, self.size)
         self.losses.scatter_(0, place, losses.flatten().double())
-        self.losses[-1].zero_()  # which of the others came there last is nobody's business
+        self.losses[-1].zero_()  # the order of writes to the extra slot does not matter
         self.count += number[-1]
 
     @property
@@ -84,7 +84,7 @@ class OutcomeWindow:
 
     @property
     def weights(self) -> Tensor:
-        """1 for places that hold a loss, else 0, [W]."""
+        """1 for slots that hold a loss, else 0, [W]."""
         return (torch.arange(self.size, device=self.losses.device) < self.filled).double()
 
     def mean(self) -> Tensor:
@@ -111,13 +111,13 @@ class OutcomeWindow:
 
 
 class CVaRConstraint:
-    """Keeps the window, the threshold ν and the price λ, and turns losses into costs.
+    """Holds the window, the threshold ν and the multiplier λ, and converts losses into costs.
 
-    In units of the user: fractions of equity. `limit` is a tensor of the state, so that it may be changed in training.
+    In units of the user: fractions of equity. `limit` is a tensor of the state, so it may change during training.
     """
 
     def __init__(self, config: RiskConfig, device: torch.device | str = "cpu") -> None:
-        """config: its window is the number of outcomes to keep; 0 keeps as few as the tail needs."""
+        """config: its window is the number of outcomes to keep; 0 keeps the minimum that the tail needs."""
         self.config = config
         where = torch.device(device)
         self.window = OutcomeWindow(config.window or config.needed, where)
@@ -147,9 +147,9 @@ class CVaRConstraint:
 
     @torch.no_grad()
     def observe(self, losses: Tensor, counted: Tensor) -> None:
-        """Take in realised losses [...] where `counted` holds, and move ν and λ by them.
+        """Record realised losses [...] where `counted` holds, and update ν and λ.
 
-        Before the tail holds enough of them λ stands still.
+        λ is constant until the tail holds enough of them.
         """
         self.window.add(losses, counted)
         threshold, shortfall = self.window.tail(self.config.alpha)
@@ -166,15 +166,15 @@ class CVaRConstraint:
         self.trend.copy_(torch.where(self.ready, moved.trend, self.trend))
 
     def excess(self, losses: Tensor) -> Tensor:
-        """(L − ν)₊/α in units of the limit, [...] float32: what an outcome adds to the tail's mean loss beyond ν."""
+        """(L − ν)₊/α in units of the limit, [...] float32: an outcome's part in the tail's mean loss beyond ν."""
         beyond = (losses.double() - self.threshold).clamp(min=0.0)
         return (beyond / (self.config.alpha * self.scale)).float()
 
     def expected_excess(self, losses: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-        """`excess` of losses that are still to change by N(mean, deviation²), in closed form, [...] float32.
+        """Expected `excess` of losses with a remaining change of N(mean, deviation²), in closed form, [...] float32.
 
-        E[(L + X − ν)₊] = k·Φ(k/s) + s·φ(k/s) with k = L + mean − ν (Bachelier's formula); where nothing is left to
-        change, s = 0, it is the excess itself.
+        E[(L + X − ν)₊] = k·Φ(k/s) + s·φ(k/s) with k = L + mean − ν (Bachelier's formula); with s = 0 it is the
+        excess itself.
 
         losses: [...]; mean, deviation: broadcastable to them
         """
@@ -223,11 +223,11 @@ class CVaRConstraint:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all that is needed to go on from here."""
+        """Copies of the complete state."""
         return {name: value.clone() for name, value in self._state().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a saved state, in the present storage."""
+        """Restore a saved state, in the same storage."""
         for name, value in self._state().items():
             value.copy_(state[name])

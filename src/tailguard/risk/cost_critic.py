@@ -11,10 +11,10 @@ from tailguard.shuffle import shuffled
 
 
 class CostCritic(nn.Module):
-    """A small network of its own, on the reward critic's features and the observation.
+    """A small separate network, on the reward critic's features and the observation.
 
-    The features come without their gradient, and the optimiser is its own: the reward's critic, its memory and the
-    length to which gradients are clipped are the same with and without it.
+    The features are detached, and the optimiser is separate: the reward critic, its memory and the gradient clipping
+    are the same with and without it.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class CostCritic(nn.Module):
         self.network = nn.Sequential(*layers, last)
         self.to(device)
         on_gpu = torch.device(device).type == "cuda"
-        # `capturable`: steps that can be recorded in a CUDA graph; it asks for parameters that are there already.
+        # `capturable`: steps that can be recorded in a CUDA graph; it requires existing parameters.
         self.optimizer = torch.optim.Adam(
             self.parameters(), lr=learning_rate, eps=1e-5, capturable=on_gpu, fused=not on_gpu
         )
 
     def forward(self, features: Tensor, obs: Tensor) -> Tensor:
-        """Features [..., H] and observations [..., O] to the expected cost to come, [...]."""
+        """Features [..., H] and observations [..., O] to the expected remaining cost, [...]."""
         value: Tensor = self.network(torch.cat((features, obs), dim=-1))
         return value.squeeze(-1)
 

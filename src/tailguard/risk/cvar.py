@@ -22,13 +22,13 @@ from tailguard.validate import check_choice, check_count, check_range
 
 TailMethod = Literal["tukey", "probit"]
 
-# At h = ½ the variance of a Tukey h-distribution becomes infinite; a handful of quantiles cannot establish more.
+# At h = ½ the variance of a Tukey h-distribution becomes infinite; a few quantiles cannot establish more.
 MAX_HEAVINESS = 0.5
 
-# Beyond it the fitted Pareto's mean, hence its CVaR, is a division by next to nothing.
+# Beyond it the fitted Pareto's mean, hence its CVaR, divides by nearly zero.
 MAX_PARETO_SHAPE = 0.9
 
-# Where Φ is 1 and φ is 0 in float64: stands for Φ⁻¹(1), which arithmetic could not go on with.
+# Where Φ is 1 and φ is 0 in float64: used for Φ⁻¹(1), which is infinite.
 _FAR = 40.0
 
 _SQRT_TWO_PI = math.sqrt(2.0 * math.pi)
@@ -37,8 +37,8 @@ _SQRT_TWO_PI = math.sqrt(2.0 * math.pi)
 def cvar_from_quantiles(quantiles: Tensor, alpha: float, method: TailMethod = "tukey") -> Tensor:
     """CVaR_α from N midpoint quantiles, for every α in (0, 1], also below the outermost level 1/(2N).
 
-    F⁻¹ is piecewise linear in x(z) through the sorted quantiles, where z = Φ⁻¹(τ), its outer segments go on for ever,
-    and the integral over [0, α] is exact.
+    F⁻¹ is piecewise linear in x(z) through the sorted quantiles, where z = Φ⁻¹(τ), its outer segments extend to
+    infinity, and the integral over [0, α] is exact.
 
     * "probit": x = z; exact for every Normal at every N and α. The result is a fixed weighted sum of the quantiles.
     * "tukey":  x = z·exp(h z²/2) (Tukey's h-distributions, Hoaglin 1985), with h ≥ 0 measured on each half of the
@@ -96,10 +96,10 @@ def tail_heaviness(quantiles: Tensor) -> Tensor:
 
 
 def cvar_from_samples(samples: Tensor, alpha: float, weights: Tensor | None = None) -> Tensor:
-    """Mean of the worst share α of the samples; the boundary sample counts by the part of it that belongs there.
+    """Mean of the worst share α of the samples; the boundary sample is weighted by its fraction in the tail.
 
     The empirical distribution's own CVaR, hence the maximum over ν of ν − E[(ν − R)₊]/α (Rockafellar & Uryasev 2000).
-    It says nothing of a tail that was not sampled: biased upwards while n·α is small.
+    It has no information about a tail that was not sampled: biased upwards while n·α is small.
 
     samples: [..., n]
     weights: non-negative, broadcastable to samples, of any sum; a negative one or a sum of 0 gives NaN
@@ -152,8 +152,8 @@ def cvar_gpd_from_samples(samples: Tensor, alpha: float, tail_share: float = 0.1
     """CVaR_α for small α: a generalised Pareto distribution fitted to the worst `tail_share` of the samples.
 
     Peaks over a threshold (McNeil & Frey 2000), fitted by probability-weighted moments (Hosking & Wallis 1987), which
-    are closed and sound for shapes ξ < ½ (a finite variance). It may say that worse than the worst sample will come,
-    where `cvar_from_samples` can not.
+    are closed and sound for shapes ξ < ½ (a finite variance). It can extrapolate beyond the worst sample, unlike
+    `cvar_from_samples`.
 
     samples:    [..., n]
     alpha:      in (0, tail_share]
@@ -187,11 +187,11 @@ def cvar_gpd_from_samples(samples: Tensor, alpha: float, tail_share: float = 0.1
 
 
 def cvar_from_atoms(probabilities: Tensor, atoms: Tensor, alpha: float, smoothing_sd: float | Tensor = 0.0) -> Tensor:
-    """CVaR_α of a categorical critic's distribution, without what its targets' smoothing added.
+    """CVaR_α of a categorical critic's distribution, corrected for the smoothing of its targets.
 
     With `smoothing_sd` 0 the atoms are the distribution, and the result is exact. Else the probabilities are read as
-    bins of even density around evenly spaced atoms, and the result is drawn towards the mean so that the variance loses
-    smoothing_sd² + Δ²/12 (Farebrother et al. 2024; Sheppard's correction), as `CategoricalCritic.quantiles` does.
+    bins of even density around evenly spaced atoms, and the result is shrunk towards the mean so that the variance
+    loses smoothing_sd² + Δ²/12 (Farebrother et al. 2024; Sheppard's correction), as `CategoricalCritic.quantiles` does.
 
     probabilities: [..., K], non-negative, of sum 1
     atoms:         [K], ascending
@@ -214,7 +214,7 @@ def cvar_from_atoms(probabilities: Tensor, atoms: Tensor, alpha: float, smoothin
         if smoothing_sd == 0.0:
             return tail.to(dtype)
     spacing = (atoms[-1] - atoms[0]) / (atoms.numel() - 1)
-    # The last bin is cut: what is in the tail is its lower part, whose mean lies below the atom.
+    # The last bin is split: its lower part is in the tail, and the mean of that part is below the atom.
     cut = part * (1.0 - part / mass.clamp_min(torch.finfo(mass.dtype).tiny))
     tail = tail - 0.5 * spacing * cut.sum(-1) / part.sum(-1)
     mean = (mass * atoms).sum(-1)
@@ -245,7 +245,7 @@ class _ProbitGrid:
 
 @lru_cache(maxsize=256)
 def _probit_grid(count: int, alpha: float, dtype: torch.dtype, device: torch.device) -> _ProbitGrid:
-    # A grid first made inside inference mode must still serve training.
+    # A grid first created in inference mode must still work in training.
     with torch.inference_mode(False), torch.no_grad():
         tau = midpoints(count, dtype=torch.float64)
         z = torch.special.ndtri(tau)
@@ -365,5 +365,5 @@ def _sorted_mass(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep_nan(result: Tensor, witness: Tensor) -> Tensor:
-    """Sorting moves NaN behind everything else, out of the tail: the row is NaN where the witness [...] is."""
+    """Sorting moves NaN to the end, out of the tail: set the row to NaN where the witness [...] is NaN."""
     return torch.where(witness.isnan(), torch.full_like(result, math.nan), result)

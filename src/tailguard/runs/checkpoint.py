@@ -1,7 +1,7 @@
 """Checkpoints of a run: each one complete, verified and tied to its data; `latest` names the newest.
 
-`checkpoints/step_<n>/` appears by a rename, after its files were brought to the disk and read back, so a kill or a
-power cut at any moment leaves the checkpoints that were there. `latest` is a line of text, replaced by a rename as
+`checkpoints/step_<n>/` is renamed into place after its files are flushed to disk and read back, so a kill or a
+power failure at any moment leaves the earlier checkpoints intact. `latest` is a line of text, replaced by a rename as
 well: unlike a symbolic link it survives copies and archives, and it can be checked before it is followed.
 """
 
@@ -48,8 +48,8 @@ class DamagedCheckpointError(CheckpointError):
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    `data`: `data_hashes` of what the agent learns from; a checkpoint made with other data is refused.
-    `keep`: newest checkpoints that stay; the best by score stays too.
+    `data`: `data_hashes` of the training data; a checkpoint saved with other data is refused.
+    `keep`: number of newest checkpoints to keep; the best by score is kept too.
     """
 
     def __init__(self, run: Path, data: Mapping[str, str], keep: int = 3) -> None:
@@ -66,20 +66,22 @@ class CheckpointStore:
         return sorted(int(match[1]) for match in found if match)
 
     def newest(self) -> int | None:
-        """The step to go on from; None if nothing has been saved yet."""
+        """The step to resume from; None if nothing has been saved yet."""
         steps = self.steps()
         pointer = self.run / LATEST
         if pointer.is_symlink() or pointer.exists():
             text = read_regular(pointer, 100).decode(errors="replace").strip()
             match = _STEP.fullmatch(text)
             if match is None:
-                raise DamagedCheckpointError(f"{pointer}: {text!r} names no checkpoint", self.newest_intact())
+                raise DamagedCheckpointError(
+                    f"{pointer}: {text!r} is not the name of a checkpoint", self.newest_intact()
+                )
             steps.append(int(match[1]))
-        # A kill between the two renames leaves `latest` one behind: what is there is complete all the same.
+        # A kill between the two renames leaves `latest` one step behind; the newer checkpoint is complete all the same.
         return max(steps, default=None)
 
     def newest_intact(self) -> int | None:
-        """The newest step whose files are all as they were written."""
+        """The newest step whose files are all intact."""
         for step in reversed(self.steps()):
             try:
                 self.verify(step)
@@ -89,14 +91,14 @@ class CheckpointStore:
         return None
 
     def verify(self, step: int) -> None:
-        """Raise `CheckpointError` unless the checkpoint is there, byte for byte as it was written."""
+        """Raise `CheckpointError` unless the checkpoint exists and every byte is as written."""
         verify_sealed(self._existing(step), PARTS)
 
     def save(self, agent: Learner, score: float | None = None) -> Path:
-        """Write a checkpoint, make it the latest, and let go of those that need not be kept.
+        """Write a checkpoint, make it the latest, and remove those that are no longer kept.
 
         `score`: on the validation part, higher is better; the best scored checkpoint is kept.
-        Raises OSError when the disk does not take it; the checkpoints from before are then still there.
+        Raises OSError if it cannot be written; the earlier checkpoints stay intact.
         """
         step = agent.num_timesteps
         about = describe(agent) | {
@@ -111,10 +113,10 @@ class CheckpointStore:
         return self._path(step)
 
     def restore(self, agent: Learner, step: int) -> dict[str, tuple[Any, Any]]:
-        """Bring an agent, built with the run's settings, to exactly where it stood at this step.
+        """Restore an agent, built with the run's settings, to its exact state at this step.
 
-        Returns library versions and thread counts that were others then, as {name: (then, now)}: with them the run goes
-        on, but not bit by bit as it would have.
+        Returns library versions and thread counts that have changed, as {name: (then, now)}: the run then continues,
+        but not bit for bit as before.
         """
         folder = self._path(step)
         try:
@@ -126,7 +128,7 @@ class CheckpointStore:
         _check_data(folder, about.get("data"), self.data)
         restore(agent, parts, str(folder), episodes=True)
         if agent.num_timesteps != step:
-            raise CheckpointError(f"{folder}: its learner stands at step {agent.num_timesteps}")
+            raise CheckpointError(f"{folder}: its learner is at step {agent.num_timesteps}")
         then = about.get("versions")
         now = versions()
         return {
@@ -141,7 +143,7 @@ class CheckpointStore:
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def forget_after(self, step: int) -> list[int]:
-        """Remove the checkpoints after this step, from where the run will go its way again; returns their steps."""
+        """Remove the checkpoints after this step, from which the run resumes; returns their steps."""
         later = [other for other in self.steps() if other > step]
         for other in later:
             self._remove(other)
@@ -150,7 +152,7 @@ class CheckpointStore:
         return later
 
     def clean(self) -> None:
-        """Remove what killed processes left half written or half removed. Only for who holds the run's lock."""
+        """Remove partial files of killed processes. The caller must hold the run's lock."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
                 if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
@@ -164,7 +166,7 @@ class CheckpointStore:
         if path.is_symlink():
             raise CheckpointError(f"{path}: a symbolic link; links are not followed")
         if not path.is_dir():
-            raise CheckpointError(f"{self.run / LATEST} names step_{step}, and there is no such checkpoint")
+            raise CheckpointError(f"{self.run / LATEST} names step_{step}, which does not exist")
         return path
 
     def _score(self, step: int) -> float | None:
@@ -195,7 +197,7 @@ def data_hashes(env: Any) -> dict[str, str]:
     if not isinstance(env, TradingEnv):
         return {}
     prepared: PreparedBars = env.prepared
-    # Of a market on disk they were taken when it was written; reading all of it now would load all of it.
+    # A market on disk stores its hashes; computing them now would load all of it.
     return dict(prepared.hashes) if isinstance(prepared, MappedBars) else prepared_hashes(prepared)
 
 
@@ -225,8 +227,8 @@ def _check_data(folder: Path, then: Any, now: Mapping[str, str]) -> None:
         saved = then.get(name) if isinstance(then, dict) else None
         if saved != now.get(name):
             raise CheckpointError(
-                f"{folder}: made with other {name}: their SHA-256 was {str(saved)[:12]}… and is "
-                f"{str(now.get(name))[:12]}… now. Bring back the data of this run, or begin a new one"
+                f"{folder}: saved with different {name}: their SHA-256 was {str(saved)[:12]}… and is "
+                f"{str(now.get(name))[:12]}… now. Restore the data of this run, or start a new run"
             )
 
 

@@ -23,15 +23,15 @@ DEMO_SETTINGS = (
     "risk.alpha=0.2",
     "training.total_timesteps=300000",
 )
-"""Few features and a small network: the market is small, and what is learned must hold on bars never seen. The rest are
+"""Few features and a small network: the market is small, and the policy must generalise to unseen bars. The rest are
 the defaults of gradients through the market, with windows of a day. They were fixed on seeds 10 to 12.
 
 The budget: the worst fifth of weeks may lose a tenth on average. A test year has ten such weeks, and their mean is
-known to some 5 % of equity: a tighter limit, or the worst twentieth, could be kept, and a year could not tell."""
+known to some 5 % of equity: a tighter limit, or the worst twentieth, could not be verified within a year."""
 
 
 def demo_config(seed: int) -> RunConfig:
-    """The demo's settings, a plain config that `tailguard train` could read."""
+    """The demo's settings, a plain config file that `tailguard train` could read."""
     return load_config(overrides=[*DEMO_SETTINGS, f"training.seed={seed}"])
 
 

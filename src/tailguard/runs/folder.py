@@ -31,20 +31,20 @@ TENSORBOARD = "tensorboard"
 AGENT = "agent"
 LOCK = ".lock"
 PLAN = "walk_forward.json"
-"""What a walk forward was begun with; a folder with it is none of a single run."""
+"""Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
 NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
-"""Everything that a run writes; nothing else in the folder is ever touched."""
+"""Everything that a run writes; other files in the folder are never touched."""
 _LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest)\.\d+\.partial")
 """Files of a run that a killed process left half written."""
 
 
 def again(folder: Path) -> str:
-    """The command that goes on with the run in this folder."""
+    """The command that resumes the run in this folder."""
     return f"tailguard train --resume {shlex.quote(str(folder))}"
 
 
 class RunFolder:
-    """`runs/<name>/`: settings, figures, curves, checkpoints and the agent of one run."""
+    """`runs/<name>/`: settings, metrics, curves, checkpoints and the agent of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,15 +55,15 @@ class RunFolder:
         return self.config_path.is_file()
 
     def is_free(self) -> bool:
-        """Whether a new run may begin here."""
+        """Whether a new run may start here."""
         if not self.path.is_dir():
             return not self.path.exists()
         names = {item.name for item in self.path.iterdir() if not _LEFTOVER.fullmatch(item.name)}
-        # A run that was killed while it began has its seal and no settings yet.
+        # A run that was killed at its start has sealed settings but no config file yet.
         return names <= {LOCK, BEGUN}
 
     def config(self) -> RunConfig:
-        """The settings that the run was begun with."""
+        """The settings that the run was started with."""
         if (self.path / PLAN).is_file():
             raise ConfigError(f"{self.path}: a walk forward; to resume it, repeat the command that started it")
         if not self.holds_a_run():
@@ -80,13 +80,13 @@ class RunFolder:
         if differing:
             shown = "; ".join(differing[:8]) + ("; …" if len(differing) > 8 else "")
             raise ConfigError(
-                f"{self.path}: this run was begun with other settings ({shown}). Choose another --name, or go on with "
-                f"its own settings: {again(self.path)}"
+                f"{self.path}: this run was started with other settings ({shown}). Choose another --name, or resume "
+                f"with its own settings: {again(self.path)}"
             )
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Make the folder and hold its lock, which the system lets go of however the process ends."""
+        """Create the folder and hold its lock, which the system releases however the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -105,13 +105,13 @@ class RunFolder:
             os.close(descriptor)
 
     def _refuse_links(self) -> None:
-        """A folder from elsewhere must not make this process write through a link to somewhere else."""
+        """Refuse links: an untrusted folder must not make this process write elsewhere."""
         for name in NAMES:
             if (self.path / name).is_symlink():
                 raise ConfigError(f"{self.path / name}: a symbolic link; links are not followed")
 
     def begin(self, config: RunConfig) -> None:
-        """Remove an earlier run, write the settings, which make the folder a run's, and then empty figures."""
+        """Remove an earlier run, write the settings, which mark the folder as a run, and then an empty metrics file."""
         try:
             self._clear()
             replace_synced(self.path / BEGUN, seal_settings(config))
@@ -125,12 +125,12 @@ class RunFolder:
         for name in (CHECKPOINTS, TENSORBOARD, AGENT):
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
-        # The settings go last: without them a kill would leave a folder that is neither a run's nor free.
+        # The settings are removed last: a kill in between must leave a folder that still counts as a run.
         for name in (METRICS, BEGUN, CONFIG):
             (self.path / name).unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> tuple[int, int]:
-        """Keep the lines up to this step, so that the run can write the later ones again; returns (kept, dropped)."""
+        """Keep the lines up to this step; the resumed run writes the later ones again. Returns (kept, dropped)."""
         kept, dropped = [], 0
         for line in read_plain(self.metrics_path).splitlines(keepends=True) if self.metrics_path.exists() else []:
             if _step_of(line) <= step:
@@ -141,13 +141,13 @@ class RunFolder:
         return len(kept), dropped
 
     def sync_metrics(self) -> None:
-        """Bring the figures to the disk: a checkpoint must not outlive the lines that belong to it."""
+        """Flush the metrics to disk: a checkpoint must not outlive the lines that belong to it."""
         with self.metrics_path.open("rb") as file:
             os.fsync(file.fileno())
 
 
 def _step_of(line: bytes) -> float:
-    """The step a line of figures belongs to; infinite for one that a kill has cut short."""
+    """The step of a line of metrics; infinite for a line truncated by a kill."""
     try:
         return float(json.loads(line)["time/total_timesteps"])
     except (ValueError, KeyError, TypeError, RecursionError):

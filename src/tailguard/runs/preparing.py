@@ -51,10 +51,10 @@ def prepare_market(
     replace: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> PreparedMarket:
-    """Check the bars of `data.path`, split them, compute features and tables, and write it all to the folder `out`.
+    """Check the bars of `data.path`, split them, compute features and tables, and write everything to the folder `out`.
 
     At most about `rows` bars are in memory at a time; validation and test parts are read when a run needs them. The
-    folder appears when it is complete. `replace`: an earlier prepared market there is replaced.
+    folder is renamed into place when it is complete. `replace`: replace an earlier prepared market.
     """
     if config.data.path is None:
         raise ConfigError("data.path: names no bars to prepare; give a file or folder, as --data bars.parquet")
@@ -62,8 +62,8 @@ def prepare_market(
         raise ConfigError(f"data.path: {config.data.path} is a prepared market already")
     recover(out)
     if out.exists() and not (replace and is_prepared_market(out)):
-        hint = "replace it with --yes" if is_prepared_market(out) else "choose another"
-        raise ConfigError(f"{out}: there is something of this name already; {hint}")
+        hint = "replace it with --yes" if is_prepared_market(out) else "choose another name"
+        raise ConfigError(f"{out}: already exists; {hint}")
     try:
         with new_folder(out) as partial:
             about, files = _write(config, partial, rows, say)
@@ -73,7 +73,8 @@ def prepare_market(
             put_in_place(partial, out)
     except OSError as error:
         raise RunError(
-            f"{error.filename or out}: {error.strerror}. Nothing was left behind; make room, or choose another folder"
+            f"{error.filename or out}: {error.strerror}. No partial output is left; free disk space, or "
+            "choose another folder"
         ) from error
     return open_market(out)
 
@@ -81,7 +82,7 @@ def prepare_market(
 def _write(
     config: RunConfig, folder: Path, rows: int, say: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Everything but the manifest; returns what belongs into it."""
+    """Write everything but the manifest; returns its content."""
     data = config.data
     scratch = folder / "scratch"
     for place in (folder / BARS, folder / TRAIN, scratch):
@@ -138,7 +139,7 @@ def _write(
 
 
 def _hash_of_all(store: BarStore) -> str:
-    """What `bars_hash` gives for all bars in memory."""
+    """The value of `bars_hash` for all bars, without loading them."""
     columns = (one.columns[name] for name in ("time", *REQUIRED) for one in store.series)
     return hash_of(store.symbols, store.frequency.total_seconds(), columns)
 
@@ -240,7 +241,7 @@ class _Stretches:
     def __init__(self) -> None:
         self._closed: list[tuple[int, int]] = []
         self._open: tuple[int, int, int] | None = None
-        """First row for a start, last row and segment of the stretch that the next row may go on."""
+        """First row for a start, last row and segment of the stretch that the next row may continue."""
         self._rows = 0
 
     def extend(self, segment: NDArray[Any], usable: NDArray[np.bool_], tradeable: NDArray[np.bool_]) -> None:

@@ -1,4 +1,4 @@
-"""A rehearsal of a run's end on a few bars, before its first step: what would fail after training fails now."""
+"""A dry run of the final evaluation on a few bars, before the first step, so that errors surface before training."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tailguard.evaluate.standing import Budget, Standing, own_budget
 from tailguard.evaluate.trained import TrainedRun
 
 BARS = 32
-"""Bars that are traded; each costs about a millisecond a policy."""
+"""Bars to trade; each takes about a millisecond per policy."""
 WINDOW = 8
-"""Longest window of the rehearsed budget, which the few bars must hold several times."""
+"""Longest window of the budget in the dry run; the few bars must hold several of them."""
 
 
 def shortened(run: TrainedRun) -> TrainedRun:
     """The run with validation and test parts of a few bars.
 
-    Raises `BarsError` where a whole part has nothing that the agent could trade.
+    Raises `BarsError` if a part has no bar that the agent could trade.
     """
     spec = run.agent.spec
     if spec is None:
@@ -37,7 +37,7 @@ def shortened(run: TrainedRun) -> TrainedRun:
 
 
 def short_budget(budget: Budget | None) -> Budget | None:
-    """The budget over windows that a few bars have."""
+    """The budget with windows that fit into a few bars."""
     if budget is None or (isinstance(budget.horizon, int) and budget.horizon <= WINDOW):
         return budget
     return replace(budget, horizon=WINDOW)
@@ -48,10 +48,10 @@ def rehearse_report(run: TrainedRun, standing: Standing) -> None:
     known: Standing | None = standing
     validation, test = run.part("validation"), run.part("test")
     if run.config.env.accounts == "per_symbol" and len(test.symbols) > 1:
-        # A report is about one account.
+        # A report covers one account.
         symbol, known = test.symbols[0], None
         run = replace(run, split=_split(run, validation.select(symbol), test.select(symbol)))
-    # A folder that does not exist: the figures and the agent of an earlier run under this name are not this one's.
+    # A folder that does not exist: metrics and agent of an earlier run of this name must not be used.
     empty = replace(run, folder=run.folder / "rehearsal")
     evidence = collect(empty, known=known, budget=short_budget(own_budget(run.config)))
     report_page(evidence).html(evidence.name)
@@ -69,9 +69,9 @@ def _few_bars(bars: Bars, spec: TradingSpec, name: str) -> Bars:
     if any(not len(times) for times in open_times):
         raise BarsError(
             f"{bars.source}: the {name} part has no two bars in a row on which all features are defined, so the agent "
-            f"could not be judged on it. Make data.{name} longer, or choose features with a shorter warm-up"
+            f"could not be evaluated on it. Make data.{name} longer, or choose features with a shorter warm-up"
         )
-    # After a gap one account may have to wait while another trades; the bars reach to where all of them have begun.
+    # After a gap one account may have to wait while another trades; include the bars until all of them trade.
     first, last = (end(int(times[0]) for times in open_times) for end in (min, max))
     begin, stop = (datetime.fromtimestamp(moment / 1000, UTC) for moment in (first, last))
     return replace(bars, frame=bars.frame.filter(bars.frame["time"] <= stop + BARS * bars.frequency), first=begin)

@@ -12,13 +12,13 @@ from typing import Any, Self
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """A second one of these ends the process at once."""
 HANGUP = signal.SIGHUP
-"""A closed terminal. Shell and system may both send one, so that a second must not end the saving."""
+"""A closed terminal. Shell and system may both send one, so a second one must not interrupt saving."""
 
 
 class StopSignals:
     """While it is entered, the first signal only sets `received`; the next one has its usual effect at once.
 
-    SIGHUP is a wish each time, and none at all where the process was told to ignore it, as nohup does.
+    SIGHUP always asks for an orderly end, and is ignored where the process was told to, as nohup does.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StopSignals:
             self.received = number
         for other in STOPPING:
             signal.signal(other, signal.SIG_DFL)
-        # Not print: the signal may have come in the middle of one. A closed terminal takes no message.
+        # Not print: the signal may interrupt a print call. A closed terminal takes no message.
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once\n")
 

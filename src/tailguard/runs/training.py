@@ -49,12 +49,12 @@ def train_to_the_end(
     """Train a fresh agent with checkpoints in the run's folder and save it there when it is done.
 
     `validation`: scores the checkpoints; none: they have no score.
-    `resume`: go on from the newest checkpoint, if there is one.
-    `again`: the command that goes on after a stop, for messages.
-    `ask`: answers whether to go on from an older checkpoint where the newest is damaged.
+    `resume`: start from the newest checkpoint, if there is one.
+    `again`: the command that resumes after a stop, for messages.
+    `ask`: answers whether to resume from an older checkpoint where the newest is damaged.
 
     The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
-    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    status 128 + the signal's number. Raises `RunError` if the disk is full or not writable; the last checkpoint is
     intact.
     """
     store = CheckpointStore(run.path, data_hashes(agent.env), config.training.keep_checkpoints)
@@ -69,15 +69,15 @@ def train_to_the_end(
         intact = store.newest_intact()
         rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
         raise RunError(
-            f"{error.filename or run.path}: {error.strerror}. The run has ended; {rest}. Make room, or make the folder "
-            f"writable, and go on with: {again}"
+            f"{error.filename or run.path}: {error.strerror}. The run has stopped; {rest}. Free disk space, or make "
+            f"the folder writable, and resume with: {again}"
         ) from error
     return store
 
 
 @contextlib.contextmanager
 def _one_message() -> Iterator[None]:
-    """Keep a full disk from being told twice: the thread that writes the curves meets it too and prints a traceback."""
+    """Report a full disk only once: the thread that writes the curves would also print a traceback."""
     usual = threading.excepthook
 
     def told_by_the_run(failure: threading.ExceptHookArgs) -> None:
@@ -99,13 +99,13 @@ def _take_up(
     ask: Callable[[str], bool],
     again: str,
 ) -> None:
-    """Bring the agent and the run's figures to where the newest checkpoint stands."""
+    """Restore the agent and truncate the run's metrics to the newest checkpoint."""
     try:
         step = store.newest() or 0
         changed = store.restore(agent, step) if step else {}
     except DamagedCheckpointError as error:
-        if error.intact is None or not ask(f"{error}. Go on from there?"):
-            way = f"{again} --yes goes on from there"
+        if error.intact is None or not ask(f"{error}. Resume from there?"):
+            way = f"{again} --yes resumes from there"
             raise CheckpointError(f"{error}" + ("" if error.intact is None else f"; {way}")) from None
         step = error.intact
         changed = store.restore(agent, step)
@@ -115,9 +115,9 @@ def _take_up(
     if kept != agent.state.iteration:
         say(console, f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
     if dropped:
-        say(console, f"note     {dropped} iterations after the checkpoint are done again")
+        say(console, f"note     {dropped} iterations after the checkpoint are repeated")
     for name, (then, now) in changed.items():
-        say(console, f"note     {name} was {then}, is {now}: the run goes on, though not bit by bit as it would have")
+        say(console, f"note     {name} was {then}, is {now}: the run continues, but not bit for bit as before")
 
 
 def _learn(

@@ -1,6 +1,6 @@
 """A walk forward on disk: one agent per fold and seed, each with its own checkpoints.
 
-A fold that is finished stays and is not trained again; one that was interrupted goes on from its newest checkpoint.
+A finished fold is kept and not trained again; an interrupted one resumes from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 SETTINGS = "settings.yaml"
-"""Not config.yaml, by which a folder is known as that of a single run."""
+"""Not config.yaml, which marks the folder of a single run."""
 
 _BEGINNING = re.compile(rf"{re.escape(LOCK)}|(\.?{re.escape(SETTINGS)}|\.{re.escape(PLAN)})(\.\d+\.partial)?")
-"""What a walk forward that was killed before it had a plan can have left: nothing that was trained."""
+"""Files that a walk forward may leave if it is killed before it has a plan; nothing is trained by then."""
 
 
 def run_walk_forward(
@@ -50,12 +50,12 @@ def run_walk_forward(
     *,
     ask: Callable[[str], bool] = lambda _: False,
 ) -> WalkForward:
-    """Train every fold that is not finished in `folder`, test it, and put the tests together.
+    """Train every fold that is not finished in `folder`, test it, and combine the tests.
 
-    `folder`: begun here, or by an earlier call with the same settings, bars and plan, which then goes on.
-    `ask`: answers whether to go on from an older checkpoint where the newest of a fold is damaged.
+    `folder`: new, or that of an earlier call with the same settings, bars and plan, which is then resumed.
+    `ask`: answers whether to resume from an older checkpoint where the newest of a fold is damaged.
 
-    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint of the fold under way.
+    The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint of the current fold.
     """
     prepare_device(config)
     folds = plan_folds(config, bars, plan)
@@ -80,7 +80,7 @@ def _trained(
     console: Console,
     ask: Callable[[str], bool],
 ) -> Learner:
-    """The agent of a fold: as it was finished, or trained to its end, from its newest checkpoint if it has one."""
+    """The agent of a fold: loaded if finished, else trained, from its newest checkpoint if it has one."""
     place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
     recover(place.agent_path)
     done = place.agent_path.is_dir()
@@ -108,7 +108,7 @@ def _finished(place: RunFolder) -> Learner:
 
 
 def _let_go(place: RunFolder) -> None:
-    """Remove the checkpoints of a fold that has come to its end; its agent is what they led to."""
+    """Remove the checkpoints of a finished fold; its agent is kept."""
     (place.path / LATEST).unlink(missing_ok=True)
     shutil.rmtree(place.path / CHECKPOINTS, ignore_errors=True)
 
@@ -118,7 +118,7 @@ def _counted(
 ) -> WalkForward:
     """Write every seed into the record of trials and count them.
 
-    All folds of a seed are one trial: they make one record that nobody chose from. Seeds are trials of their own.
+    All folds of a seed are one trial: they form one record, and none was selected. Each seed is a separate trial.
     """
     path, mine = trials_path(folder), []
     for number, account in enumerate(walked.stitched):
@@ -139,7 +139,7 @@ def _sizes(plan: Plan) -> dict[str, Any]:
 
 
 def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequence[Fold]) -> None:
-    """Write down what is begun here; or make sure that what was begun is the same."""
+    """Write the plan, or check that an existing plan is the same."""
     wanted = {
         "settings": to_dict(config),
         "bars": {"sha256": digest},
@@ -153,14 +153,14 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
             if begun.get(part) != value:
                 how = _first_difference(begun.get(part), value)
                 raise ConfigError(
-                    f"{folder}: this walk forward was begun with other {part}: {how}. Go on with the same ones, or "
-                    "choose another --name"
+                    f"{folder}: this walk forward was started with other {part}: {how}. Resume with the same ones, "
+                    "or choose another --name"
                 )
     elif folder.exists() and any(not _BEGINNING.fullmatch(item.name) for item in folder.iterdir()):
         raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        # The plan first: by it the folder is known, and a walk forward that is killed here can go on.
+        # The plan first: it identifies the folder, so a walk forward that is killed here can be resumed.
         replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
     if not (folder / SETTINGS).is_file():
         replace_synced(folder / SETTINGS, to_yaml(config).encode())
@@ -175,14 +175,14 @@ def _read_plan(path: Path) -> dict[str, Any]:
         reason = ""
     if not isinstance(begun, dict):
         raise ConfigError(
-            f"{path}: not readable as the plan of a walk forward{reason}. Without it nobody can tell what the folds in "
-            f"{path.parent} were trained with: remove that folder to begin again, or choose another --name"
+            f"{path}: not readable as the plan of a walk forward{reason}. Without it the settings of the folds in "
+            f"{path.parent} are unknown: remove that folder to start over, or choose another --name"
         )
     return begun
 
 
 def _first_difference(then: Any, now: Any, where: str = "") -> str:
-    """Where two settings part, and how."""
+    """The first setting that differs, and both values."""
     if isinstance(then, dict) and isinstance(now, dict):
         for key in now:
             if then.get(key) != now[key]:

@@ -75,6 +75,6 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_any_other_is_named(tmp_path:
     assert line["a"] == 1
     assert np.isnan(line["b"])
     path.write_text('{"a": 1\n{"a": 2}\n')
-    with pytest.raises(ConfigError, match="line 1 is not a line of figures"):
+    with pytest.raises(ConfigError, match="line 1 is not a line of metrics"):
         read_figures(path)
     assert read_figures(tmp_path / "none.jsonl") == ()

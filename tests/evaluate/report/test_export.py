@@ -45,5 +45,5 @@ def test_a_page_is_printed(page: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("browser")
 def test_a_page_that_draws_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty.html").write_text("<!DOCTYPE html><html><body>nothing</body></html>")
-    with pytest.raises(RunError, match="has not drawn its charts"):
+    with pytest.raises(RunError, match="did not draw its charts"):
         save_png(tmp_path / "empty.html", tmp_path / "empty.png")

@@ -32,13 +32,13 @@ def with_tests(evidence: Evidence, deflated: float, timing: float) -> Evidence:
 @pytest.mark.parametrize(
     ("deflated", "timing", "judgement", "words"),
     [
-        (0.99, 0.01, Judgement.SKILL, "above what luck explains is 99 %, and its positions at other times"),
-        (0.99, 0.20, Judgement.EXPOSURE, "would have paid as much in 20 % of all cases, so it is paid for holding"),
+        (0.99, 0.01, Judgement.SKILL, "exceeds what luck explains is 99 %, and its positions at other times"),
+        (0.99, 0.20, Judgement.EXPOSURE, "would have paid as much in 20 % of all cases, so it is paid for exposure"),
         (
             0.80,
             0.01,
             Judgement.NO_SKILL,
-            "is only 80 %, less than the 95 % one would want. A ratio like this takes",
+            "is only 80 %, below the required 95 %. A ratio like this takes",
         ),
         (math.nan, 0.01, Judgement.NO_SKILL, "no evidence of skill"),
     ],
@@ -65,7 +65,7 @@ def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: Evidence) 
     assert lost.sentences[-1] == "Do not trade it."
     ruined = grown(evidence, 0.9, liquidated=True)
     assert judge(ruined) is Judgement.RUIN
-    assert "closed by force" in str(verdict(ruined))
+    assert "was liquidated" in str(verdict(ruined))
     idle = verdict(grown(evidence, 1.0, turnover=np.zeros_like(evidence.agent.turnover)))
     assert idle.judgement is Judgement.IDLE
     assert "nothing to judge" in str(idle)

@@ -11,18 +11,18 @@ from tailguard.places import replace_synced
 
 
 def write_report(evidence: Evidence, path: Path) -> None:
-    """Write the page; a report that is there already is replaced, whole."""
+    """Write the page; an existing report is replaced atomically."""
     write_page(report_page(evidence).html(f"{evidence.name} · Tailguard report"), path)
 
 
 def check_place(path: Path) -> None:
-    """Raise unless a page can be put there: better before the work than after it."""
+    """Raise before the work unless a page can be written there."""
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: the folder {path.parent} does not exist; create it first")
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write an HTML file, the old one or the new one whenever it is read."""
+    """Write an HTML file atomically."""
     try:
         replace_synced(path, text.encode())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The charts of a report, each a pure function of what was collected. Every axis has its unit."""
+"""The charts of a report, each a pure function of the collected evidence. Every axis has its unit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOG_RATIO = 4.0
 ROLLING_DAYS = 30
 TAIL = 0.05
 MARKED_TRADES = 300
-"""Largest trades that are marked on the price; more would hide it."""
+"""Number of largest trades marked on the price; more would hide it."""
 DAY_MS = 86_400_000
 
 
@@ -47,7 +47,7 @@ def equity_chart(
     hidden: Sequence[str] = ("flat",),
     filled: str = "agent",
 ) -> go.Figure:
-    """Equity of each policy and, below, how far `falls` were from the highest equity so far, one of them `filled`."""
+    """Equity of each policy and, below, the drawdowns of `falls`, one of them `filled`."""
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
     for position, (name, result) in enumerate(results.items()):
         line, when = line_of(name, position), close_times(result)
@@ -84,7 +84,7 @@ def equity_chart(
 def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: RiskBudget | None) -> go.Figure:
     """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit.
 
-    Of its deepest falls within the windows where the budget is about those.
+    Of its maximum drawdowns within the windows where the budget limits drawdowns.
     """
     own, held = results["agent"], results["buy & hold"]
     alpha = TAIL if budget is None else budget.alpha
@@ -109,7 +109,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: R
         marks.append(("limit", 100 * budget.limit, PALETTE[2], "dash"))
     top = float(max(shares[0].max(), shares[1].max()))
     for name, value, colour, dash in marks:
-        # Lines as traces, so that they stand in the legend with their values.
+        # Lines as traces, so they appear in the legend with their values.
         chart.add_scatter(
             x=[value, value],
             y=[0, top],
@@ -211,7 +211,7 @@ def price_chart(result: BacktestResult, prices: Float, asset: int) -> go.Figure:
 
 
 def activity_chart(result: BacktestResult) -> go.Figure:
-    """Exposure, turnover a day, and what trading has cost so far, by kind."""
+    """Exposure, turnover a day, and cumulative costs by kind."""
     chart = make_subplots(rows=3, cols=1, shared_xaxes=True, row_heights=[0.3, 0.3, 0.4], vertical_spacing=0.05)
     day = result.time // DAY_MS
     begins = np.flatnonzero(np.diff(day, prepend=day[0] - 1))
@@ -248,12 +248,12 @@ def activity_chart(result: BacktestResult) -> go.Figure:
         )
     chart.update_yaxes(title_text="exposure, %", row=1, col=1)
     chart.update_yaxes(title_text="turnover, %/day", row=2, col=1)
-    chart.update_yaxes(title_text="costs so far, %", row=3, col=1)
+    chart.update_yaxes(title_text="cumulative costs, %", row=3, col=1)
     return dress(chart, 560)
 
 
 def pit_chart(found: Calibration) -> go.Figure:
-    """Where outcomes fell in their predictions; even where predictions are right."""
+    """PIT histogram: ranks of outcomes in their predictions; flat if calibrated."""
     bins = len(found.histogram)
     chart = figure(300, bargap=0.05)
     middles = 100 * (np.arange(bins) + 0.5) / bins

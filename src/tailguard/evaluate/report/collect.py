@@ -48,7 +48,7 @@ ADVICE = {rule.name: rule.usually for rule in (*RULES, CONSTANT_EVALUATION)}
 
 @dataclass(frozen=True)
 class AlarmRaised:
-    """An alarm of the training, as its figures tell it."""
+    """An alarm of the training, from its metrics."""
 
     name: str
     step: int
@@ -74,17 +74,17 @@ class Evidence:
     beaten: Mapping[str, Interval]
     """The agent's Sharpe ratio less that of each baseline, over the same bars."""
     budgets: Mapping[str, RiskBudget]
-    """Did the risk budget hold, for each result; empty where none was set or the record is too short to ask."""
+    """Verdict on the risk budget for each result; empty without a budget, or where the record is too short."""
     skill: SharpeEvidence
     trials: TrialCount
-    """How many trainings the run was chosen from, and how that is known."""
+    """Number of trials that the run was selected from, and its source."""
     timing: TimingTest
     notes: tuple[str, ...]
-    """What to know about the baselines: funding that was assumed, orders that volume cut."""
+    """Notes on the baselines: assumed funding, orders cut by volume."""
     validation: BacktestResult
     """The agent on the validation part, which chose the checkpoint."""
     calibration: Calibration | None
-    """The critics' predictions against what came; none where they cannot be compared."""
+    """The critics' predictions against realised returns; None where they cannot be compared."""
     stress: tuple[Scenario, ...]
     prices: Float
     """Closes of the traded bars, [T, A]."""
@@ -92,11 +92,11 @@ class Evidence:
     """The agent's round trips in the order of entry."""
     synthetic: bool
     training: tuple[Mapping[str, float], ...]
-    """Figures of every iteration."""
+    """Metrics of every iteration."""
     alarms: tuple[AlarmRaised, ...]
     config: str
     command: str
-    """Repeats the run."""
+    """The command that reproduces the run."""
     facts: Mapping[str, str]
     """Hashes and versions."""
 
@@ -106,7 +106,7 @@ class Evidence:
 
     @property
     def budget(self) -> RiskBudget | None:
-        """Did the agent's risk budget hold."""
+        """Verdict on the agent's risk budget."""
         return self.budgets.get(AGENT)
 
     @property
@@ -118,7 +118,7 @@ class Evidence:
 def work_ahead(run: TrainedRun, known: Standing | None = None) -> int:
     """Steps that `collect` will take, to show progress."""
     policies = 6 + (run.synthetic is not None and run.synthetic.signal > 0)
-    # Two backtests, of the validation part and to hear the critics, beside the stresses.
+    # Two backtests besides the stresses: on the validation part, and for the critics' predictions.
     return (0 if known else 2 * policies) + 2 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
 
 
@@ -133,11 +133,11 @@ def collect(
 ) -> Evidence:
     """Run every backtest and every test on the run's test period.
 
-    `budget`: the risk budget to judge; the run's own by default.
+    `budget`: the risk budget to check; the run's own by default.
     `trials`: every configuration that was tried on the way to this run; by default those that the record beside the
     run's folder has.
     `seed`: of the resampling; the same seed gives the same report.
-    `known`: where the agent stands on the test part with this budget, where that is there already.
+    `known`: the results on the test part with this budget, if already computed.
     `before_each`: called with a name before each step, to show progress.
     """
     test = run.split.test
@@ -199,7 +199,7 @@ def prices_of(result: BacktestResult, panel: Panel) -> Float:
 
 
 def read_figures(path: Path) -> tuple[dict[str, float], ...]:
-    """The lines of `metrics.jsonl`; a last line that a kill has cut short is left out, others must be whole."""
+    """The lines of `metrics.jsonl`; a last line truncated by a kill is left out, all others must be valid."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     figures = []
     for number, line in enumerate(lines, start=1):
@@ -208,12 +208,12 @@ def read_figures(path: Path) -> tuple[dict[str, float], ...]:
             figures.append({name: math.nan if value is None else float(value) for name, value in found.items()})
         except (ValueError, AttributeError, TypeError) as error:
             if number < len(lines):
-                raise ConfigError(f"{path}: line {number} is not a line of figures: {error}") from error
+                raise ConfigError(f"{path}: line {number} is not a line of metrics: {error}") from error
     return tuple(figures)
 
 
 def alarms_in(figures: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ...]:
-    """Every alarm that the figures counted, in the order in which they were raised."""
+    """Every alarm counted in the metrics, in the order in which they were raised."""
     raised = []
     for name in sorted({name for line in figures for name in line if name.startswith("warn/")}):
         counts = [(line.get(name, 0.0), line.get(STEP, math.nan)) for line in figures]

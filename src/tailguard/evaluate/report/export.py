@@ -14,7 +14,7 @@ from tailguard.errors import ConfigError, RunError
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "microsoft-edge", "brave-browser")
 WIDTH = 1280
 TALLEST = 16_000
-"""Pixels; browsers take no taller picture."""
+"""Pixels; browsers do not support taller screenshots."""
 SECONDS = 180
 
 
@@ -37,18 +37,18 @@ def save_pdf(page: Path, path: Path) -> None:
 
 
 def save_png(page: Path, path: Path) -> None:
-    """Take a picture of a page from top to bottom."""
+    """Take a full-page screenshot."""
     drawn = _browse(page, "--dump-dom", f"--window-size={WIDTH},1000")
     height = re.search(r'<html[^>]* data-height="(\d+)"', drawn)
     if height is None:
-        raise RunError(f"{page}: the browser has not drawn its charts; open the page itself to see why")
+        raise RunError(f"{page}: the browser did not draw its charts; open the page itself to see why")
     tall = min(int(height[1]), TALLEST)
     _browse(page, f"--screenshot={path.resolve()}", f"--window-size={WIDTH},{tall}")
     _check_made(path)
 
 
 def _browse(page: Path, *options: str) -> str:
-    """Open a page without a window, let its scripts come to an end, and return what the browser prints."""
+    """Open a page in a headless browser, let its scripts finish, and return the browser's output."""
     with tempfile.TemporaryDirectory(prefix="tailguard-browser-", ignore_cleanup_errors=True) as profile:
         command = [
             find_browser(),
@@ -74,4 +74,4 @@ def _browse(page: Path, *options: str) -> str:
 
 def _check_made(path: Path) -> None:
     if not path.is_file() or not path.stat().st_size:
-        raise RunError(f"{path}: the browser has not written it")
+        raise RunError(f"{path}: the browser did not write it")

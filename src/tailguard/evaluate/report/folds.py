@@ -1,4 +1,4 @@
-"""A walk forward to read: fold by fold, and as one account beside the baselines."""
+"""The report of a walk forward: fold by fold, and as one account with the baselines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tailguard.evaluate.table import growth_of, percent, print_rows, with_interv
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"
-ACCOUNT_HEADINGS = ("all tests", "growth", "Sharpe [95 % interval]", "deepest fall", "costs/yr", "budget")
+ACCOUNT_HEADINGS = ("all tests", "growth", "Sharpe [95 % interval]", "max drawdown", "costs/yr", "budget")
 FOLD_HEADINGS = ("fold", "test period", "agent", "worst seed", "best seed", HOLD)
 
 
@@ -75,7 +75,7 @@ def fold_rows(walked: WalkForward) -> list[tuple[str, ...]]:
 
 
 def in_words(walked: WalkForward) -> list[str]:
-    """In how many folds it worked, and over seeds."""
+    """Sentences on the results over folds and seeds."""
     own, held = fold_gains(walked)
     middle = np.median(own, axis=0)
     count = len(held)
@@ -85,7 +85,7 @@ def in_words(walked: WalkForward) -> list[str]:
     ]
     found = walked.over_seeds(np.random.default_rng(0))
     if found is not None:
-        few = "" if found.seeds >= 5 else "; fewer than five seeds say little"
+        few = "" if found.seeds >= 5 else "; fewer than five seeds are weak evidence"
         sentences.append(
             f"Over {found.seeds} seeds and all folds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
             f"95 % interval {found.low:.2f} to {found.high:.2f}{few}."
@@ -94,7 +94,7 @@ def in_words(walked: WalkForward) -> list[str]:
 
 
 def _luck(walked: WalkForward) -> list[str]:
-    """What luck explains, and whether choosing a seed by its record would mean anything."""
+    """Sentences on luck, and on overfitting by selecting a seed."""
     sentences = []
     middle, tried = walked.middle, walked.trials
     which = "" if len(walked.stitched) == 1 else " of the median seed"
@@ -102,14 +102,14 @@ def _luck(walked: WalkForward) -> list[str]:
         skill = sharpe_evidence(middle.net, middle.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes)
         if math.isfinite(skill.deflated):
             sentences.append(
-                f"The probability that the Sharpe ratio{which} is above what luck explains is "
+                f"The probability that the Sharpe ratio{which} exceeds what luck explains is "
                 f"{probability(skill.deflated)}, after {tried.count} trial{'s' * (tried.count > 1)} ({tried.source}; "
                 "all folds of a seed are one trial)."
             )
     found = walked.overfitting()
     if found is not None:
         sentences.append(
-            f"{overfitting_in_words(found, 'seed')} Equally good seeds give about a half: do not choose one."
+            f"{overfitting_in_words(found, 'seed')} Equally good seeds give about 50 %: do not select one."
         )
     return sentences
 

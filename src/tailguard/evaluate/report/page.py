@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else. All text that comes from a run goes through `escape`."""
+"""The page: one self-contained HTML file. All text that comes from a run goes through `escape`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def prose(text: object) -> str:
 
 @dataclass
 class Page:
-    """HTML as it grows, and how many charts are in it."""
+    """HTML under construction, and the number of charts in it."""
 
     parts: list[str] = field(default_factory=list)
     charts: int = 0
     downloads: int = 0
 
     def add(self, markup: str) -> None:
-        """Put finished HTML at the end."""
+        """Append HTML."""
         self.parts.append(markup)
 
     def heading(self, anchor: str, text: str) -> None:
-        """Begin a section."""
+        """Start a section."""
         self.add(f'<h2 id="{escape(anchor)}">{escape(text)}</h2>')
 
     def paragraph(self, text: str, style: str = "") -> None:
         self.add(f'<p class="{escape(style)}">{prose(text)}</p>' if style else f"<p>{prose(text)}</p>")
 
     def chart(self, chart: go.Figure, caption: str, title: str = "") -> None:
-        """Put a chart; `caption` says what to see in it, and to those who cannot see it what it shows."""
+        """Add a chart; `caption` describes it, also for screen readers."""
         self.charts += 1
         name = f"chart-{self.charts}"
         head = f"<h3>{escape(title)}</h3>" if title else ""
@@ -109,7 +109,7 @@ class Page:
         self.add(f'<table class="facts"><tbody>{rows}</tbody></table>')
 
     def html(self, title: str) -> str:
-        """The whole document. Its policy lets it run its own two scripts and fetch nothing at all."""
+        """The whole document. Its content security policy allows only its own two scripts and no requests."""
         scripts = (get_plotlyjs(), read("page.js"))
         allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
         policy = (
@@ -143,7 +143,7 @@ def as_text(text: str) -> str:
 
 
 def _shaded(value: float | None, largest: float) -> str:
-    """A cell of a heatmap: green above zero, red below, the stronger the larger."""
+    """A cell of a heatmap: green above zero, red below, stronger for larger values."""
     if value is None:
         return "<td></td>"
     strength = abs(value) / largest if largest > 0 else 0.0

@@ -33,10 +33,10 @@ MOODS = {
     Judgement.RUIN: "bad",
 }
 RESULTS_CAPTION = (
-    "Test period, net of all costs. Agent ahead: by its Sharpe ratio, one-sided; a small p means hardly by chance."
+    "Test period, net of all costs. Agent ahead: one-sided test of the Sharpe ratio; a small p is unlikely to be noise."
 )
 SHOWN_ASSETS = 4
-"""Assets with a chart of their own."""
+"""Most assets with their own chart."""
 SHOWN_TRADES = 5
 """Best and worst trades that are listed."""
 EMBEDDED_TRADES = 10_000
@@ -99,7 +99,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
                 "–" if difference is None else p_value(difference.p_value),
             )
         )
-    headings = ["policy", how_long, "Sharpe [95 % interval]", "deepest fall", heading]
+    headings = ["policy", how_long, "Sharpe [95 % interval]", "max drawdown", heading]
     headings += [*(["budget"] if evidence.budgets else []), "volatility/yr", "turnover/day", "costs/yr", "agent ahead"]
     page.table(
         headings,
@@ -109,8 +109,8 @@ def _growth(page: Page, evidence: Evidence) -> None:
     )
     page.paragraph(
         "Random timing is the agent's own trades moved along the bars: same turnover, same exposure, no relation to "
-        f"the prices. Before costs the agent earned {percent(evidence.timing.earned)} of equity a year; of all other "
-        f"times, {share(evidence.timing.p_value)} would have paid as much.",
+        f"the prices. Before costs the agent earned {percent(evidence.timing.earned)} of equity a year; "
+        f"{share(evidence.timing.p_value)} of all other times would have earned as much.",
         "soft",
     )
     for note in evidence.notes:
@@ -121,29 +121,29 @@ def _growth(page: Page, evidence: Evidence) -> None:
 
 
 def _months(page: Page, evidence: Evidence) -> None:
-    page.add("<h3>Month by month</h3>")
+    page.add("<h3>Monthly returns</h3>")
     page.heatmap(
         ("year", *tables.MONTHS, "total"),
         tables.month_rows(evidence.agent),
-        caption="The agent's net returns by calendar month, UTC. The first and the last month may be traded in part.",
+        caption="The agent's net returns by calendar month, UTC. The first and the last month may be partial.",
     )
     page.download("months.csv", tables.months_csv(evidence.agent), "Download the months as CSV")
 
 
 def trials_in_words(evidence: Evidence) -> str:
-    """How many trials the run was chosen from, how that is known, and what their luck is worth."""
+    """The number of trials, its source, and the correction for multiple trials."""
     tried, skill = evidence.trials, evidence.skill
     words = f"Trials: {tried.count} ({tried.source})."
     if tried.count == 1 or math.isnan(skill.best_by_luck):
-        return f"{words} Nothing is taken off for the luck of the best of several."
+        return f"{words} No correction for multiple trials is applied."
     spread = (
-        f"their Sharpe ratios, {float(tried.sharpes.std(ddof=1)):.2f} apart (standard deviation)"
+        f"the spread of their Sharpe ratios (standard deviation {float(tried.sharpes.std(ddof=1)):.2f})"
         if skill.measured_spread
-        else "ratios as far apart as chance alone makes them, too few being known"
+        else "the spread that noise alone gives, because too few are known"
     )
     return (
         f"{words} Without any skill the best of so many would show a Sharpe ratio of {skill.best_by_luck:.2f}, with "
-        f"{spread}; the deflated Sharpe ratio asks for more than that."
+        f"{spread}; the deflated Sharpe ratio tests against this value."
     )
 
 
@@ -162,7 +162,7 @@ def _seen_and_unseen(page: Page, evidence: Evidence) -> None:
         )
     ]
     page.table(
-        ("part", "period", "growth", "Sharpe", "deepest fall"),
+        ("part", "period", "growth", "Sharpe", "max drawdown"),
         rows,
         own="test",
         caption="The agent on the validation part, where checkpoints were scored, and on the test part.",
@@ -204,7 +204,7 @@ def _risk(page: Page, evidence: Evidence) -> None:
     falls_of_agent = tables.drawdown_rows(own)
     if falls_of_agent:
         page.add("<h3>Worst drawdowns</h3>")
-        page.table(tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest falls from a high, UTC.")
+        page.table(tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest drawdowns, UTC.")
         page.download("drawdowns.csv", tables.drawdowns_csv(own), "Download all drawdowns as CSV")
     _foreseen(page, evidence)
 
@@ -214,20 +214,20 @@ def _foreseen(page: Page, evidence: Evidence) -> None:
     if found is None:
         return
     lowest, *_, highest = (100 * float(share_in_bin) for share_in_bin in found.histogram)
-    agree = "agree within chance" if found.p_value > 0.05 else "do not agree"
+    agree = "agree within noise" if found.p_value > 0.05 else "do not agree"
     page.add("<h3>Were the predictions calibrated?</h3>")
     page.paragraph(
-        f"Predicted and realised returns {agree} ({p_value(found.p_value)}; the outcomes are worth "
-        f"{found.effective:,.0f} independent ones). The lowest {100 / len(found.histogram):g} % of the predictions "
+        f"Predicted and realised returns {agree} ({p_value(found.p_value)}; effective sample size "
+        f"{found.effective:,.0f}). The lowest {100 / len(found.histogram):g} % of the predictions "
         f"held {lowest:.1f} % of the outcomes, the highest {highest:.1f} %."
     )
     page.add('<div class="columns">')
-    page.chart(charts.pit_chart(found), "Rank of outcomes in their predictions: flat if those are right.")
-    page.chart(charts.coverage_chart(found), "Below the diagonal at the left: losses were expected that did not come.")
+    page.chart(charts.pit_chart(found), "Rank of outcomes in their predictions: flat if they are calibrated.")
+    page.chart(charts.coverage_chart(found), "Below the diagonal at the left: predicted losses did not occur.")
     page.add("</div>")
     page.paragraph(
-        "The critics predict the discounted return of the policy as it explored in training; the backtest trades "
-        "without exploring, so outcomes a little better than predicted are to be expected.",
+        "The critics predict the discounted return of the exploring policy; the backtest trades without exploration, "
+        "so outcomes slightly better than predicted are normal.",
         "soft",
     )
 
@@ -244,8 +244,8 @@ def _stress(page: Page, evidence: Evidence) -> None:
     page.heading("stress", SECTIONS["stress"])
     page.chart(
         charts.stress_chart(evidence.stress, evidence.sharpes["agent"]),
-        "The same agent on the same bars, with one thing made worse. The grey band is the 95 % interval of the "
-        "unstressed ratio: a difference inside it says little.",
+        "The same agent on the same bars, with one condition made worse. The grey band is the 95 % interval of the "
+        "unstressed ratio: a difference inside it is within noise.",
     )
     rows = [
         (
@@ -259,7 +259,7 @@ def _stress(page: Page, evidence: Evidence) -> None:
         for scenario in evidence.stress
     ]
     page.table(
-        ("stress", "growth", "Sharpe", "deepest fall", "costs/yr", "turnover/day"),
+        ("stress", "growth", "Sharpe", "max drawdown", "costs/yr", "turnover/day"),
         rows,
         own=evidence.stress[1].name,
         caption="Noise is in standard deviations of each feature, one draw.",
@@ -279,7 +279,7 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
         page.paragraph(f"Without a chart: {others}. tailguard backtest RUN --csv FILE has all positions.", "soft")
     page.chart(
         charts.activity_chart(result),
-        "Gross exposure and turnover by day, and what trading has cost so far by kind, as shares of equity.",
+        "Gross exposure and turnover by day, and cumulative costs by kind, as shares of equity.",
     )
     figures = result.metrics
     page.add('<div class="columns">')
@@ -317,7 +317,7 @@ def _behaviour(page: Page, evidence: Evidence) -> None:
 
 
 def _trades(page: Page, evidence: Evidence) -> None:
-    """Best and worst round trips, and all of them to take away."""
+    """Best and worst round trips, and all of them as a download."""
     trades, own = evidence.trades, evidence.agent
     page.add("<h3>Trades</h3>")
     if not trades:
@@ -327,9 +327,10 @@ def _trades(page: Page, evidence: Evidence) -> None:
     gains = sum(trade.pnl > 0 for trade in trades)
     held = float(np.median([trade.bars for trade in trades]))
     page.paragraph(
-        f"{len(trades):,} round trips, {percent(gains / len(trades), sign=False)} of them with a gain, held for "
-        f"{tables.duration(held * bar)} in the median. A trade lasts while the position keeps its side; resizing it "
-        "does not end it. P&L and costs are shares of the starting capital; all trades together are the whole record."
+        f"{len(trades):,} round trips, {percent(gains / len(trades), sign=False)} of them with a gain, median "
+        f"holding time {tables.duration(held * bar)}. A trade lasts while the position keeps its side; resizing it "
+        "does not end it. P&L and costs are shares of the starting capital; together, the trades add up to the "
+        "whole record."
     )
     order = sorted(trades, key=lambda trade: trade.pnl)
     shown = min(SHOWN_TRADES, (len(trades) + 1) // 2)
@@ -351,7 +352,7 @@ def _training(page: Page, evidence: Evidence) -> None:
     if evidence.alarms:
         page.paragraph("Alarms, each marked in the curves at its first step by a dashed line:")
         page.facts(
-            (alarm.name, f"first at {alarm.step:,} steps, {alarm.count:,} bad iterations. Usually: {alarm.usually}")
+            (alarm.name, f"first at {alarm.step:,} steps, {alarm.count:,} bad iterations. Usual cause: {alarm.usually}")
             for alarm in evidence.alarms
         )
     else:

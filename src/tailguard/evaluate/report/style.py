@@ -1,4 +1,4 @@
-"""Colours and shapes that all charts share: the palette of Okabe & Ito, which colour-blind people can tell apart."""
+"""Colours and shapes that all charts share: the palette of Okabe & Ito, which colour-blind people can distinguish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLUE, ORANGE, GREEN, VERMILLION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, GREY = "#CC79A7", "#56B4E9", "#8A8A8A"
 PALETTE = (BLUE, ORANGE, GREEN, PURPLE, VERMILLION, SKY, GREY)
 DASHES = ("solid", "solid", "dash", "dot", "dashdot", "longdash", "dot")
-"""A second difference beside the colour, for printers without any."""
+"""A second distinction besides the colour, for monochrome printers."""
 POINTS = 2_000
 """Most points of a line; a screen has no more columns."""
 
@@ -34,7 +34,7 @@ def line_of(name: str, position: int = 0) -> dict[str, Any]:
     place = position % len(PALETTE)
     colour, dash = BY_NAME.get(name, (PALETTE[place], DASHES[place]))
     if name.startswith("agent, "):
-        # Several agents beside the baselines are told apart by their dashes, and from the baselines by the colour.
+        # Several agents differ by their dashes, and from the baselines by the colour.
         colour, dash = BLUE, DASHES[place]
     return {"color": colour, "dash": dash, "width": 2.5 if name == "agent" else 1.8}
 
@@ -70,7 +70,7 @@ def times(milliseconds: NDArray[np.int64]) -> NDArray[np.datetime64]:
 
 
 def thin(values: NDArray[np.float64], limit: int = POINTS) -> NDArray[np.int64]:
-    """Rows that show a line [n] as it is: the lowest and the highest of every small piece, the first and the last."""
+    """Rows that preserve the shape of a line [n]: the extremes of every small piece, the first and the last."""
     if len(values) <= limit:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), limit // 2 + 1).astype(np.int64)

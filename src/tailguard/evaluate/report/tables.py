@@ -54,7 +54,7 @@ def trade_row(trade: Trade, bar: timedelta) -> tuple[str, ...]:
 
 
 def drawdown_rows(result: BacktestResult) -> list[tuple[str, ...]]:
-    """Cells by `DRAWDOWN_HEADINGS`, the deepest fall first."""
+    """Cells by `DRAWDOWN_HEADINGS`, the deepest drawdown first."""
     when = close_times(result)
     rows: list[tuple[str, ...]] = []
     for fall in worst_drawdowns(result.equity):
@@ -106,7 +106,7 @@ def months_csv(result: BacktestResult) -> str:
 
 
 def drawdowns_csv(result: BacktestResult) -> str:
-    """Every fall from a high, the deepest first."""
+    """Every drawdown, the deepest first."""
     when = close_times(result)
     rows = (
         (
@@ -122,7 +122,7 @@ def drawdowns_csv(result: BacktestResult) -> str:
 
 
 def write_csv(evidence: Evidence, folder: Path) -> None:
-    """The agent's bars, trades, months and drawdowns as CSV files in a folder, which is made if need be."""
+    """The agent's bars, trades, months and drawdowns as CSV files in a folder, which is created if needed."""
     own = evidence.agent
     tables = {
         "bars.csv": own.frame().write_csv(),

@@ -17,18 +17,18 @@ CURVES = {
     "eval/growth": ("validation: log-growth a year", 1.0),
     "risk/cvar_realised": ("realised CVaR of episodes, %", 100.0),
     "risk/lambda": ("Lagrange multiplier λ", 1.0),
-    "risk/calibration": ("distance of predicted and realised returns, 0 to 1", 1.0),
+    "risk/calibration": ("distance between predicted and realised returns, 0 to 1", 1.0),
     "train/explained_variance": ("explained variance", 1.0),
     "train/approx_kl": ("approximate KL of an update", 1.0),
     "train/entropy": ("entropy of the policy", 1.0),
     "train/grad_norm": ("gradient norm", 1.0),
     "data/turnover": ("turnover, % of equity a bar", 100.0),
 }
-"""Figures worth a look, with their title and a factor for their unit."""
+"""Metrics shown, with their title and a factor for their unit."""
 
 
 def training_charts(figures: Sequence[Mapping[str, float]], alarms: Sequence[AlarmRaised]) -> dict[str, go.Figure]:
-    """A chart by title for every figure that was recorded; an alarm is a dashed line at its first step."""
+    """A chart by title for every recorded metric; an alarm is a dashed line at its first step."""
     charts = {}
     for name, (title, factor) in CURVES.items():
         points = [(line[STEP], factor * line[name]) for line in figures if name in line and STEP in line]

@@ -1,4 +1,4 @@
-"""The verdict in words: what happened, whether it is more than luck, whether the budget held, what would break it."""
+"""The verdict in words: the result, its significance, the risk budget, and the stress tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Judgement(StrEnum):
     """The verdict in a few words."""
 
     SKILL = "evidence of skill"
-    EXPOSURE = "paid for exposure, no evidence of timing"
+    EXPOSURE = "return from exposure, no evidence of timing"
     NO_SKILL = "no evidence of skill"
     LOSS = "lost money"
     RUIN = "liquidated"
@@ -41,7 +41,7 @@ class Verdict:
 
 
 def judge(evidence: Evidence) -> Judgement:
-    """Skill needs both: a Sharpe ratio that luck does not explain, and times that others would not have replaced."""
+    """Skill needs both: a Sharpe ratio that luck does not explain, and evidence of timing."""
     agent = evidence.agent
     if agent.liquidated:
         return Judgement.RUIN
@@ -55,7 +55,7 @@ def judge(evidence: Evidence) -> Judgement:
 
 
 def verdict(evidence: Evidence) -> Verdict:
-    """The run judged on its test period, in the order in which a sceptic asks."""
+    """The verdict on the test period, in the order of a sceptical reader's questions."""
     judgement = judge(evidence)
     sentences = [_outcome(evidence)]
     if judgement not in (Judgement.RUIN, Judgement.IDLE):
@@ -75,7 +75,7 @@ def _outcome(evidence: Evidence) -> str:
     agent, held = evidence.agent, evidence.results["buy & hold"]
     if not evidence.agent.turnover.any():
         return "The agent never traded in the test period, so there is nothing to judge."
-    ruin = " Its account was closed by force." if evidence.agent.liquidated else ""
+    ruin = " Its account was liquidated." if evidence.agent.liquidated else ""
     return (
         f"Over {years_in_words(evidence.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
         f"costs, with a maximum drawdown of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
@@ -89,18 +89,18 @@ def _luck(evidence: Evidence, judgement: Judgement) -> str:
     tried = "" if skill.trials == 1 else f", after {skill.trials} trials"
     if judgement is Judgement.SKILL:
         return (
-            f"{ratio}; the probability that it is above what luck explains{tried} is {probability(skill.deflated)}, "
+            f"{ratio}; the probability that it exceeds what luck explains{tried} is {probability(skill.deflated)}, "
             f"and its positions at other times would have paid as much in {share(timing.p_value)} of all cases."
         )
     if judgement is Judgement.EXPOSURE:
         return (
             f"{ratio}, which luck does not explain{tried}; but the same positions at other times would have paid as "
-            f"much in {share(timing.p_value)} of all cases, so it is paid for holding, not for choosing when."
+            f"much in {share(timing.p_value)} of all cases, so it is paid for exposure, not for timing."
         )
     needed = "" if not math.isfinite(skill.needed_years) else _needed(skill.needed_years, skill.years)
     return (
-        f"{ratio}; the probability that it is above what luck explains{tried} is only {probability(skill.deflated)}, "
-        f"less than the {100 * CONFIDENCE:.0f} % one would want.{needed}"
+        f"{ratio}; the probability that it exceeds what luck explains{tried} is only {probability(skill.deflated)}, "
+        f"below the required {100 * CONFIDENCE:.0f} %.{needed}"
     )
 
 
@@ -117,22 +117,22 @@ def _against_holding(evidence: Evidence) -> list[str]:
 
 
 def ratio_against(difference: Interval, other: str) -> str:
-    """The agent's Sharpe ratio less that of another policy, on which side it is, and whether chance explains it.
+    """The agent's Sharpe ratio minus that of another policy, and whether the difference is within noise.
 
-    The p-value is that of the side on which it is, one-sided.
+    The p-value is one-sided, for the sign of the difference.
     """
     ahead = difference.estimate > 0
-    # Of the resamples, those that speak against being behind are the ones that do not speak against being ahead.
+    # Resamples that count against being behind are those that do not count against being ahead.
     chance = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
     side = "above" if ahead else "below"
     words = f"Its Sharpe ratio is {number(abs(difference.estimate))} {side} that of {other}"
     if chance <= 1 - CONFIDENCE:
         return f"{words} ({p_value(chance)})"
-    return f"{words}, which chance explains well enough ({p_value(chance)})"
+    return f"{words}, which is within noise ({p_value(chance)})"
 
 
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
-    """The budget, what was realised, and what that says."""
+    """The budget, the realised CVaR, and the verdict."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
     did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
     found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
@@ -142,21 +142,21 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
         "broken": "the risk budget was broken",
         "undecided": "the record cannot decide whether the budget holds",
     }
-    few = "" if budget.tail_windows >= 1 else f" That rests on {budget.tail_windows:.1f} worst windows."
+    few = "" if budget.tail_windows >= 1 else f" The estimate rests on {budget.tail_windows:.1f} worst windows."
     return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}.{few}"
 
 
 def overfitting_in_words(found: Overfitting, what: str) -> str:
-    """The probability of backtest overfitting, and what it is the probability of."""
+    """The probability of backtest overfitting, and its meaning."""
     return (
-        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. So often the {what} that was best by "
-        f"one half of the record was no better than the median in the other half ({len(found.logits):,} ways to "
-        f"halve it); it lost money there in {100 * found.probability_of_loss:.0f} %."
+        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. In this share of {len(found.logits):,} "
+        f"splits, the {what} that was best in one half of the record was no better than the median in the other half; "
+        f"it lost money there in {100 * found.probability_of_loss:.0f} %."
     )
 
 
 def window_in_words(bars: int, bars_per_year: float) -> str:
-    """A number of bars as the time people call it."""
+    """A number of bars as a span of time."""
     count, unit = whole_units(bars, bars_per_year)
     return unit if count == 1 and unit != "bars" else f"windows of {count} {unit}"
 
@@ -189,12 +189,12 @@ def sharpe_in_words(found: Interval) -> str:
 
 
 def share(value: float) -> str:
-    """A share in percent, without pretending to more than was counted."""
+    """A share in percent, with no more digits than the resamples support."""
     return "less than 0.1 %" if value < 0.001 else f"{100 * value:.2g} %"
 
 
 def probability(value: float) -> str:
-    """A probability in percent; never quite certain."""
+    """A probability in percent; never 100 %."""
     return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
 
 
