@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import signal
 import subprocess
@@ -14,6 +16,7 @@ import polars as pl
 import pytest
 import yaml
 
+from tailguard.cli import main
 from tailguard.config import to_dict
 from tailguard.data.synthetic import make_market
 from tailguard.runs.checkpoint import CheckpointStore
@@ -25,6 +28,20 @@ MAIN = [sys.executable, "-c", "from tailguard.cli import main; main()"]
 def place(tmp_path: Path, small_config) -> Path:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(small_config("training.total_timesteps=1280000"))))
     return tmp_path
+
+
+def in_this_process(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Exit status and output of the command; a process of its own would spend most of its time on imports."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tailguard", *arguments])
+        patch.chdir(folder)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                main()
+            except SystemExit as stop:
+                return int(stop.code or 0), said.getvalue()
+    return 0, said.getvalue()
 
 
 def test_control_c_saves_and_says_how_to_go_on(place: Path) -> None:
@@ -42,15 +59,9 @@ def test_control_c_saves_and_says_how_to_go_on(place: Path) -> None:
     step = int((folder / "latest").read_text().removeprefix("step_"))
     words = f"checkpoint step {step:,} written and verified. Resume: tailguard train --resume runs/btc"
     assert words in " ".join(out.split())
-    refused = subprocess.run(
-        [*MAIN, "train", "--resume", "runs/btc", "--set", "ppo.gamma=0.9"],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert refused.returncode == 2
-    assert "the run continues with its own settings; give no others" in refused.stderr
+    status, message = in_this_process(place, "train", "--resume", "runs/btc", "--set", "ppo.gamma=0.9")
+    assert status == 2
+    assert "the run continues with its own settings; give no others" in message
 
 
 def begin(place: Path, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], Path]:
@@ -84,17 +95,17 @@ def test_a_closed_terminal_saves_and_the_run_can_go_on(place: Path) -> None:
     assert CheckpointStore(folder, {}).newest_intact() == step
     shorter = (folder / "config.yaml").read_text().replace("total_timesteps: 1280000", f"total_timesteps: {step}")
     (folder / "config.yaml").write_text(shorter)
-    resume = [*MAIN, "train", "--resume", "runs/btc"]
-    refused = subprocess.run(resume, cwd=place, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert f"training.total_timesteps was 1280000 and is {step}" in refused.stderr
-    done = subprocess.run([*resume, "--yes"], cwd=place, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"resume   from step {step:,}" in done.stdout
+    resume = ("train", "--resume", "runs/btc")
+    status, message = in_this_process(place, *resume)
+    assert status == 2
+    assert f"training.total_timesteps was 1280000 and is {step}" in message
+    status, message = in_this_process(place, *resume, "--yes")
+    assert status == 0, message
+    assert f"resume   from step {step:,}" in message
     (folder / "config.yaml").write_text(shorter.replace("gamma: 0.99", "gamma: 0.5", 1))
-    refused = subprocess.run([*resume, "--yes"], cwd=place, capture_output=True, text=True, check=False)
-    assert refused.returncode == 2
-    assert "changed since the run began (ppo.gamma was 0.99 and is 0.5)" in refused.stderr
+    status, message = in_this_process(place, *resume, "--yes")
+    assert status == 2
+    assert "changed since the run began (ppo.gamma was 0.99 and is 0.5)" in message
 
 
 def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, small_config) -> None:
@@ -119,16 +130,15 @@ def test_names_with_markup_are_names(tmp_path: Path, small_config) -> None:
     (tmp_path / "x[" / "b].csv").write_bytes((tmp_path / "x[_b].csv").read_bytes())
     config = small_config("training.total_timesteps=128")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
-    command = [*MAIN, "train", "run.yaml", "--data", "x[/b].csv", "--name", "[red]a[/b]"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "market   x[/b].csv · BTC[/x]" in done.stdout
-    assert "saved    runs/[red]a[/b]/agent" in done.stdout
+    arguments = ("train", "run.yaml", "--data", "x[/b].csv", "--name", "[red]a[/b]")
+    status, message = in_this_process(tmp_path, *arguments)
+    assert status == 0, message
+    assert "market   x[/b].csv · BTC[/x]" in message
+    assert "saved    runs/[red]a[/b]/agent" in message
     assert (tmp_path / "runs" / "trials.jsonl").is_file()
-    command = [*MAIN, "backtest", "runs/[red]a[/b]", "--data", "x[/b].csv"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "b].csv, net" in done.stdout
+    status, message = in_this_process(tmp_path, "backtest", "runs/[red]a[/b]", "--data", "x[/b].csv")
+    assert status == 0, message
+    assert "b].csv, net" in message
 
 
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import re
 from pathlib import Path
 
 import polars as pl
@@ -40,8 +40,12 @@ def write_frame(frame: pl.DataFrame, path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except pl.exceptions.PolarsError as error:  # how Polars reports a full disk
-        raise OSError(errno.EIO, f"cannot be written: {error}", str(path)) from error
+    except pl.exceptions.PolarsError as error:
+        # Polars reports a full disk in an error of its own, by the system's number for it.
+        system = re.search(r"\(os error (\d+)\)", str(error))
+        if system is None:
+            raise
+        raise OSError(int(system[1]), os.strerror(int(system[1])), str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
