@@ -65,6 +65,17 @@ def test_a_checkpoint_brings_the_agent_back(store: CheckpointStore, agent: Any, 
     assert manifest["about"]["data"] == data_hashes(agent.env)
 
 
+def test_an_agent_that_has_learned_more_goes_back(store: CheckpointStore, agent: Any, make_agent: Any) -> None:
+    save_steps(store, agent, [None])
+    earlier = make_agent(seed=99)
+    store.restore(earlier, STEP)
+    agent.iterate()
+    agent.health.counts["lstm_saturated"] = 1  # an alarm that the checkpoint does not know of
+    agent.health.past["train/loss"] = [0.5]
+    store.restore(agent, STEP)
+    assert same_state(agent, earlier)
+
+
 def test_the_last_k_and_the_best_are_kept(store: CheckpointStore, agent: Any) -> None:
     store.keep = 2
     save_steps(store, agent, [0.1, 0.9, None, 0.3, float("nan"), 0.2])

@@ -193,7 +193,7 @@ def _choose(
     words = "the last one is the best" if best == last else "best"
     words = f"step {best:,} of {total:,}: {words} on validation ({found.describe()})"
     if found.cvar is not None and limit is not None and found.cvar < limit:
-        words += f"; none kept your limit of {signed(100 * limit)} % there"
+        words += f"; its tail is beyond your limit of {signed(100 * limit)} % there"
     elif best != last:
         words += "; later ones were no better there"
     say(console, f"chosen   {words}")
