@@ -93,7 +93,9 @@ def test_a_validation_part_shorter_than_an_episode_chooses_nothing(
     tmp_path: Path, small_config: Any, heard: Console, lines_of: Any
 ) -> None:
     train(small_config("data.validation=1d", "training.total_timesteps=256"), tmp_path / "run", heard)
-    assert "chosen step 256 of 256: the last one; the validation part is shorter than an episode" in told(heard)
+    said = told(heard)
+    assert "note the validation part is shorter than an episode, so nothing is scored" in said
+    assert "chosen step 256 of 256: the last one; the validation part is shorter than an episode" in said
     assert scores(lines_of(tmp_path / "run")) == {}
 
 

@@ -75,6 +75,21 @@ def test_growth_and_tail_are_those_of_episodes_traded_one_by_one(measure: Any) -
     assert found.score == budget_score(found.growth, found.cvar, -1e-5) < found.growth
 
 
+def test_training_growth_is_known_of_policies_that_do_not_explore() -> None:
+    """The mean of the finished episodes' log returns, taken from the environment's own outcomes."""
+    bars = tg.make_market(900, seed=5).bars
+    env = TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])
+    agent = tg.PathwiseLearner(env, n_steps=24, hidden=(6,), lstm_size=5, quantiles=4, learning_rate=0.02)
+    agent.learn(1920)
+    growth = Validation(agent, bars).training_growth(agent)
+    pnl = agent.episodes.kept[:80, 2].numpy()  # 80 episodes of 24 bars, a day each
+    assert abs(growth) > 0.02
+    assert growth == pytest.approx(np.log1p(pnl).mean() * 365.25, abs=1e-4)
+    explorer = make_agent(bars)
+    explorer.learn(96)
+    assert np.isnan(Validation(explorer, bars).training_growth(explorer))
+
+
 def test_episodes_overlap_until_there_are_many() -> None:
     assert stride_of(5_000, 192) == 24
     assert stride_of(98_304, 192) == 48  # 2,048 of them

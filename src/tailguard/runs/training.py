@@ -138,6 +138,9 @@ def _learn(
     if left <= 0 or 0 < training.patience <= best.since:
         say(console, f"training is complete: {agent.num_timesteps:,} steps")
         return
+    if validation is not None and not validation.episodes:
+        rest = "the last agent is taken, and patience has nothing to count"
+        say(console, f"note     the validation part is shorter than an episode, so nothing is scored: {rest}")
     total = training.total_timesteps
     with StopSignals() as stop:
         keeper = Keeper(
