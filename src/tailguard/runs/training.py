@@ -198,5 +198,5 @@ def _choose(
     if found.cvar is not None and limit is not None and found.cvar < limit:
         words += f"; its tail is beyond your limit of {signed(100 * limit)} % there"
     elif best != last:
-        words += "; later ones were no better there"
+        words += "; later ones earned no more there" + ("" if limit is None else ", or broke your limit")
     say(console, f"chosen   {words}")
