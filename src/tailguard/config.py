@@ -31,6 +31,7 @@ from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
+Select = Literal["best", "last"]
 BOOLEAN = "tag:yaml.org,2002:bool"
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
@@ -110,8 +111,14 @@ class TrainingConfig:
     """Device for everything: cpu or cuda."""
     threads: int = 0
     """CPU threads; 0 uses PyTorch's default."""
+    select: Select = "best"
+    """Which agent is the result: best on the validation part, or last."""
+    evaluation_steps: int = 0
+    """Environment steps between two evaluations on the validation part; 0: a fortieth of the run."""
+    patience: int = 0
+    """Evaluations without a better score after which training ends early; 0: never."""
     checkpoint_steps: int = 0
-    """Environment steps between two checkpoints, each scored on the validation part; 0: a twentieth of the run."""
+    """Environment steps between two checkpoints; 0: a twentieth of the run. A new best score is saved at once."""
     checkpoint_minutes: float = 10.0
     """Longest time without a checkpoint, in minutes."""
     keep_checkpoints: int = 3
@@ -123,6 +130,9 @@ class TrainingConfig:
         check_range("training.seed", self.seed, high=2**62)
         check_count("training.threads", self.threads, low=0)
         check_range("training.threads", self.threads, high=1024)
+        check_choice("training.select", self.select, get_args(Select))
+        check_count("training.evaluation_steps", self.evaluation_steps, low=0)
+        check_count("training.patience", self.patience, low=0)
         check_count("training.checkpoint_steps", self.checkpoint_steps, low=0)
         check_range("training.checkpoint_minutes", self.checkpoint_minutes, low=0, low_open=True)
         check_count("training.keep_checkpoints", self.keep_checkpoints)
@@ -192,7 +202,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
 
 MAY_CHANGE = (
     "data.path",
-    *(f"training.{name}" for name in ("total_timesteps", "device", "threads")),
+    *(f"training.{name}" for name in ("total_timesteps", "patience", "device", "threads")),
     *(f"training.{name}" for name in ("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints")),
 )
 """Settings of a run that its owner may edit after it began: where, how long and how safely, not what is learned."""

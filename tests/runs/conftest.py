@@ -29,6 +29,7 @@ SMALL = (
     "ppo.network.lstm_size=8",
     "training.total_timesteps=768",
     "training.checkpoint_steps=256",
+    "training.evaluation_steps=256",
     "training.threads=1",
 )
 """Six iterations of 128 steps, a checkpoint after every other one."""

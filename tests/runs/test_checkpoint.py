@@ -19,6 +19,7 @@ from tailguard.data.bars import Bars
 from tailguard.data.synthetic import make_market
 from tailguard.errors import CheckpointError
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
+from tailguard.runs.selection import Best, Evaluation
 from tailguard.sealed import FORMAT, flat_tensors, read_sealed, write_sealed
 
 STEP = 48
@@ -46,7 +47,7 @@ def store(tmp_path: Path, agent: Any) -> CheckpointStore:
 def save_steps(store: CheckpointStore, agent: Any, scores: list[float | None]) -> None:
     for score in scores:
         agent.iterate()
-        store.save(agent, score)
+        store.save(agent, None if score is None else Evaluation(score, None, score))
 
 
 def test_a_checkpoint_brings_the_agent_back(store: CheckpointStore, agent: Any, make_agent: Any) -> None:
@@ -64,6 +65,17 @@ def test_a_checkpoint_brings_the_agent_back(store: CheckpointStore, agent: Any, 
     assert manifest["about"]["data"] == data_hashes(agent.env)
 
 
+def test_an_agent_that_has_learned_more_goes_back(store: CheckpointStore, agent: Any, make_agent: Any) -> None:
+    save_steps(store, agent, [None])
+    earlier = make_agent(seed=99)
+    store.restore(earlier, STEP)
+    agent.iterate()
+    agent.health.counts["lstm_saturated"] = 1  # an alarm that the checkpoint does not know of
+    agent.health.past["train/loss"] = [0.5]
+    store.restore(agent, STEP)
+    assert same_state(agent, earlier)
+
+
 def test_the_last_k_and_the_best_are_kept(store: CheckpointStore, agent: Any) -> None:
     store.keep = 2
     save_steps(store, agent, [0.1, 0.9, None, 0.3, float("nan"), 0.2])
@@ -72,6 +84,22 @@ def test_the_last_k_and_the_best_are_kept(store: CheckpointStore, agent: Any) ->
     save_steps(store, agent, [1.5, 0.0])
     assert store.steps() == [7 * STEP, 8 * STEP]
     assert sorted(path.name for path in store.folder.iterdir()) == [f"step_{7 * STEP}", f"step_{8 * STEP}"]
+
+
+def test_the_first_of_equal_scores_is_the_best(store: CheckpointStore, agent: Any) -> None:
+    save_steps(store, agent, [0.1, 0.9, 0.9])
+    assert store.best() == 2 * STEP
+
+
+def test_a_checkpoint_tells_what_it_was_worth_and_how_long_ago_the_best_was(store: CheckpointStore, agent: Any) -> None:
+    worth = Evaluation(growth=1.5, cvar=-0.06, score=-1.0)
+    agent.iterate()
+    store.save(agent, worth)
+    agent.iterate()
+    store.save(agent, None, since_best=4)
+    assert store.evaluation(STEP) == worth
+    assert store.evaluation(2 * STEP) is None
+    assert store.best_before(2 * STEP) == Best(score=-1.0, since=4)
 
 
 def test_a_restore_tells_what_has_changed_since(store: CheckpointStore, agent: Any, make_agent: Any) -> None:

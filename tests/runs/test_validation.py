@@ -1,31 +1,98 @@
-"""The score of a checkpoint is the growth of the agent's own episodes, over all accounts that it would trade."""
+"""An evaluation on the validation part: growth and tail of the agent's own episodes, over all its accounts."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 
 import tailguard as tg
 from tailguard.envs.trading import TradingEnv
-from tailguard.runs.validation import Validation
+from tailguard.market import open_accounts
+from tailguard.risk.config import RiskConfig
+from tailguard.runs.selection import budget_score
+from tailguard.runs.validation import Validation, spaced_starts, stride_of
 
 
-def test_symbols_in_accounts_of_their_own_are_scored_one_by_one() -> None:
+def make_agent(bars: Any, risk: RiskConfig | None = None, **env: Any) -> tg.DistributionalPPO:
+    market = TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"], **env)
+    sizes = {"n_steps": 12, "minibatch_size": 24, "hidden": (6,), "lstm_size": 5, "quantiles": 4, "epochs": 1}
+    return tg.DistributionalPPO(market, risk=risk, **sizes)
+
+
+def test_symbols_in_accounts_of_their_own_are_evaluated_one_by_one() -> None:
     bars = tg.make_market(900, assets=2, seed=5).bars
-    env = TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"], accounts="per_symbol")
-    agent = tg.DistributionalPPO(env, n_steps=12, minibatch_size=24, hidden=(6,), lstm_size=5, quantiles=4, epochs=1)
+    agent = make_agent(bars, accounts="per_symbol")
     agent.learn(96)
     both = Validation(agent, bars)
     alone = [Validation(agent, bars.select(symbol)) for symbol in bars.symbols]
     assert both.episodes == sum(each.episodes for each in alone) > 20
-    scores = [each.score(agent) for each in alone]
-    assert scores[0] != scores[1]
-    expected = sum(each.episodes * score for each, score in zip(alone, scores, strict=True)) / both.episodes
-    assert both.score(agent) == pytest.approx(expected)
+    growth = [each.evaluate(agent).growth for each in alone]
+    assert growth[0] != growth[1]
+    expected = sum(each.episodes * found for each, found in zip(alone, growth, strict=True)) / both.episodes
+    assert both.evaluate(agent).growth == pytest.approx(expected)
 
 
-def test_a_part_shorter_than_an_episode_has_no_score() -> None:
+def test_a_part_shorter_than_an_episode_has_no_evaluation() -> None:
+    bars = tg.make_market(900, seed=5).bars
+    agent = make_agent(bars)
+    short = bars.between(bars.end_points[1] - 10 * bars.frequency, bars.end_points[1], lead_in=100)
+    assert Validation(agent, short).evaluate(agent) is None
+
+
+@pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
+def test_growth_and_tail_are_those_of_episodes_traded_one_by_one(measure: Any) -> None:
+    """Each window again, alone, with equity and tail in plain numbers."""
+    bars = tg.make_market(330, seed=5).bars
+    risk = RiskConfig(limit=-1e-5, alpha=0.25, measure=measure, window=400)
+    agent = make_agent(bars, risk)
+    agent.learn(96)
+    validation = Validation(agent, bars)
+    found = validation.evaluate(agent)
+    (part,) = validation.parts
+    assert np.diff(part.starts).tolist() == [3] * (len(part.starts) - 1)
+    growth, outcomes = [], []
+    task = TradingEnv(bars, num_envs=1, episode_length=24, features=["return_24"]).task
+    for start in part.starts:
+        state, memory = task.begin(open_accounts(torch.tensor([start]), 1)), None
+        equity, bar_returns = [1.0], []
+        for _ in range(24):
+            action, memory = agent.predict(task.observe(state).numpy(), state=memory, deterministic=True)
+            state, step = task.advance(state, task.decide(torch.as_tensor(np.asarray(action)), state)[0])
+            bar_returns.append(float(step.net))
+            equity.append(equity[-1] * (1 + bar_returns[-1]))
+        growth.append(np.log(equity[-1]))
+        falls = np.array(equity) / np.maximum.accumulate(equity) - 1
+        outcomes += {"episode": [equity[-1] - 1], "drawdown": [falls.min()], "bar": bar_returns}[measure]
+    worst = np.sort(outcomes)
+    share = 0.25 * len(worst)
+    whole = int(share)
+    cvar = (worst[:whole].sum() + (share - whole) * worst[whole]) / share
+    assert found.growth == pytest.approx(np.mean(growth) / 24 * 365.25 * 24, rel=1e-4)
+    assert found.cvar == pytest.approx(cvar, rel=1e-3)
+    assert found.score == budget_score(found.growth, found.cvar, -1e-5) < found.growth
+
+
+def test_training_growth_is_known_of_policies_that_do_not_explore() -> None:
+    """The mean of the finished episodes' log returns, taken from the environment's own outcomes."""
     bars = tg.make_market(900, seed=5).bars
     env = TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])
-    agent = tg.DistributionalPPO(env, n_steps=12, minibatch_size=24, hidden=(6,), lstm_size=5, quantiles=4)
-    short = bars.between(bars.end_points[1] - 10 * bars.frequency, bars.end_points[1], lead_in=100)
-    assert Validation(agent, short).score(agent) is None
+    agent = tg.PathwiseLearner(env, n_steps=24, hidden=(6,), lstm_size=5, quantiles=4, learning_rate=0.02)
+    agent.learn(1920)
+    growth = Validation(agent, bars).training_growth(agent)
+    pnl = agent.episodes.kept[:80, 2].numpy()  # 80 episodes of 24 bars, a day each
+    assert abs(growth) > 0.02
+    assert growth == pytest.approx(np.log1p(pnl).mean() * 365.25, abs=1e-4)
+    explorer = make_agent(bars)
+    explorer.learn(96)
+    assert np.isnan(Validation(explorer, bars).training_growth(explorer))
+
+
+def test_episodes_overlap_until_there_are_many() -> None:
+    assert stride_of(5_000, 192) == 24
+    assert stride_of(98_304, 192) == 48  # 2,048 of them
+    assert stride_of(10**7, 192) == 192  # one after the other, never less than all bars
+    assert stride_of(100, 4) == 1
+    assert spaced_starts([3, 4, 5, 9, 10, 14], 4) == [3, 9, 14]

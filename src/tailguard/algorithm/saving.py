@@ -23,6 +23,7 @@ from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
 from tailguard.models.agent import ActorCritic
+from tailguard.monitor.health import HealthMonitor
 from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
@@ -157,6 +158,8 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
         state["learner"] = {name: value for name, value in state.get("learner", {}).items() if name != "carry"}
         targets = {name: part for name, part in targets.items() if name not in EPISODES}
     expected = {name: target.state_dict() for name, target in targets.items()}
+    # It fills with alarms, and an agent may go back to a state from before one.
+    expected["health"] = HealthMonitor().state_dict()
     if episodes and "carry" in state.get("learner", {}):
         agent.env.reset(agent.seed)  # before that, an environment has no state to compare with
         expected |= {"learner": _with_episodes(agent), "env": agent.env.state_dict()}

@@ -14,6 +14,7 @@ import platform
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
 from tailguard.places import replace_synced, sync_folder
+from tailguard.runs.selection import Best, Evaluation
 from tailguard.sealed import read_about, read_regular, read_sealed, verify_sealed, write_sealed
 
 LATEST = "latest"
@@ -94,17 +96,19 @@ class CheckpointStore:
         """Raise `CheckpointError` unless the checkpoint exists and every byte is as written."""
         verify_sealed(self._existing(step), PARTS)
 
-    def save(self, agent: Learner, score: float | None = None) -> Path:
+    def save(self, agent: Learner, evaluation: Evaluation | None = None, since_best: int = 0) -> Path:
         """Write a checkpoint, make it the latest, and remove those that are no longer kept.
 
-        `score`: on the validation part, higher is better; the best scored checkpoint is kept.
+        `evaluation`: on the validation part; the checkpoint with the best score is kept.
+        `since_best`: evaluations after the best one so far, for a run that resumes from here.
         Raises OSError if it cannot be written; the earlier checkpoints stay intact.
         """
         step = agent.num_timesteps
         about = describe(agent) | {
             "data": self.data,
             "versions": versions(),
-            "score": score if score is not None and math.isfinite(score) else None,
+            "evaluation": None if evaluation is None or not math.isfinite(evaluation.score) else asdict(evaluation),
+            "since_best": since_best,
         }
         write_sealed(self._path(step), capture(agent), about)
         replace_synced(self.run / LATEST, f"step_{step}\n".encode())
@@ -138,9 +142,25 @@ class CheckpointStore:
         }
 
     def best(self) -> int | None:
-        """The step with the highest score; None if no checkpoint has one."""
-        scores = {step: score for step in self.steps() if (score := self._score(step)) is not None}
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        """The step with the highest score, the first of equal ones; None if no checkpoint has one."""
+        scores = {step: found.score for step in self.steps() if (found := self.evaluation(step)) is not None}
+        return max(scores, key=lambda step: (scores[step], -step), default=None)
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        """What the checkpoint was worth on the validation part; None if it was not evaluated or cannot be read."""
+        try:
+            found = read_about(self._existing(step), PARTS).get("evaluation")
+        except CheckpointError:
+            return None
+        growth, cvar, score = (_number(found, name) for name in ("growth", "cvar", "score"))
+        return None if growth is None or score is None else Evaluation(growth, cvar, score)
+
+    def best_before(self, step: int) -> Best:
+        """The best score so far, as a run that goes on from this checkpoint needs it."""
+        best = self.best()
+        found = None if best is None else self.evaluation(best)
+        since = read_about(self._existing(step), PARTS).get("since_best")
+        return Best() if found is None else Best(found.score, since if isinstance(since, int) else 0)
 
     def forget_after(self, step: int) -> list[int]:
         """Remove the checkpoints after this step, from which the run resumes; returns their steps."""
@@ -168,13 +188,6 @@ class CheckpointStore:
         if not path.is_dir():
             raise CheckpointError(f"{self.run / LATEST} names step_{step}, which does not exist")
         return path
-
-    def _score(self, step: int) -> float | None:
-        try:
-            score = read_about(self._existing(step), PARTS).get("score")
-        except CheckpointError:
-            return None
-        return float(score) if isinstance(score, int | float) else None
 
     def _dispensable(self) -> list[int]:
         best = self.best()
@@ -220,6 +233,11 @@ def versions() -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
     }
+
+
+def _number(values: Any, name: str) -> float | None:
+    value = values.get(name) if isinstance(values, dict) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _check_data(folder: Path, then: Any, now: Mapping[str, str]) -> None:

@@ -101,7 +101,7 @@ def train(
         _rehearse(trained, console)
         if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
-        store = train_to_the_end(
+        train_to_the_end(
             agent,
             config,
             run,
@@ -117,9 +117,6 @@ def train(
         note = _write_down(trained, result)
     _show(result, console)
     say(console, f"trials   {note}")
-    best = store.best()
-    if best not in (None, agent.num_timesteps):
-        say(console, f"best     on validation: {store.folder}/step_{best}")
     say(console, f"saved    {run.agent_path}  (curves: tensorboard --logdir {shlex.quote(str(folder))})")
     return result
 

@@ -18,6 +18,7 @@ from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWrit
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.keeper import Keeper
+from tailguard.runs.selection import Best, signed
 from tailguard.runs.signals import StopSignals
 from tailguard.runs.validation import Validation
 
@@ -46,9 +47,9 @@ def train_to_the_end(
     ask: Callable[[str], bool],
     verbose: bool = False,
 ) -> CheckpointStore:
-    """Train a fresh agent with checkpoints in the run's folder and save it there when it is done.
+    """Train a fresh agent with checkpoints in the run's folder, and save the one that is chosen there.
 
-    `validation`: scores the checkpoints; none: they have no score.
+    `validation`: chooses the agent; none: the last one is taken.
     `resume`: start from the newest checkpoint, if there is one.
     `again`: the command that resumes after a stop, for messages.
     `ask`: answers whether to resume from an older checkpoint where the newest is damaged.
@@ -64,6 +65,7 @@ def train_to_the_end(
             _take_up(agent, store, run, console, ask, again)
         with _one_message():
             _learn(agent, config, run, store, validation, console, again, verbose)
+        _choose(agent, config, store, validation, console, again)
         agent.save(run.agent_path)
     except OSError as error:
         intact = store.newest_intact()
@@ -132,21 +134,26 @@ def _learn(
 ) -> None:
     training = config.training
     left = training.total_timesteps - agent.num_timesteps
-    if left <= 0:
+    best = store.best_before(agent.num_timesteps) if agent.num_timesteps else Best()
+    if left <= 0 or 0 < training.patience <= best.since:
         say(console, f"training is complete: {agent.num_timesteps:,} steps")
         return
     if validation is not None and not validation.episodes:
-        say(console, "note     the validation part is shorter than an episode, so checkpoints have no score")
-    steps = training.checkpoint_steps or max(1, training.total_timesteps // 20)
+        rest = "the last agent is taken, and patience has nothing to count"
+        say(console, f"note     the validation part is shorter than an episode, so nothing is scored: {rest}")
+    total = training.total_timesteps
     with StopSignals() as stop:
         keeper = Keeper(
             store,
             run,
             stop,
             validation,
-            steps=steps,
+            steps=training.checkpoint_steps or max(1, total // 20),
+            evaluation_steps=training.evaluation_steps or max(1, total // 40),
             minutes=training.checkpoint_minutes,
-            goal=training.total_timesteps,
+            goal=total,
+            patience=training.patience,
+            best=best,
         )
         writers: list[FigureWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
         if verbose:
@@ -155,3 +162,41 @@ def _learn(
     if stop.received is not None:
         say(console, f"saved    checkpoint step {keeper.saved_step:,} written and verified. Resume: {again}")
         raise SystemExit(128 + stop.received)
+    if keeper.is_out_of_patience and agent.num_timesteps < total:
+        evaluations = f"{training.patience} evaluations in a row were no better on validation (training.patience)"
+        say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
+
+
+def _choose(
+    agent: Learner,
+    config: RunConfig,
+    store: CheckpointStore,
+    validation: Validation | None,
+    console: Console,
+    again: str,
+) -> None:
+    """Bring the agent to the state that is the run's result, and say in a line which one it is."""
+    total, last = config.training.total_timesteps, agent.num_timesteps
+    if config.training.select == "last":
+        say(console, f"chosen   step {last:,} of {total:,}: the last one (training.select: last)")
+        return
+    best = store.best() if validation is not None else None
+    found = None if best is None else store.evaluation(best)
+    if best is None or found is None:
+        what = "is shorter than an episode" if validation is not None else "does not exist here"
+        say(console, f"chosen   step {last:,} of {total:,}: the last one; the validation part {what}")
+        return
+    if best != last:
+        try:
+            store.restore(agent, best)
+        except CheckpointError as error:
+            way = f"Remove {store.folder}/step_{best} to take the next best, and go on with: {again}"
+            raise CheckpointError(f"{error}. It is the best one on validation. {way}") from error
+    limit = None if agent.risk is None else agent.risk.config.limit
+    words = "the last one is the best" if best == last else "best"
+    words = f"step {best:,} of {total:,}: {words} on validation ({found.describe()})"
+    if found.cvar is not None and limit is not None and found.cvar < limit:
+        words += f"; its tail is beyond your limit of {signed(100 * limit)} % there"
+    elif best != last:
+        words += "; later ones earned no more there" + ("" if limit is None else ", or broke your limit")
+    say(console, f"chosen   {words}")

@@ -1,7 +1,8 @@
-"""A quick, deterministic score on the validation part, to rank a run's checkpoints."""
+"""A quick, deterministic evaluation on the validation part: what a run's checkpoints are chosen by."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,16 +15,24 @@ from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.errors import ConfigError
 from tailguard.evaluate.accounts import separate
 from tailguard.market import open_accounts
+from tailguard.risk.config import RiskMeasure
+from tailguard.risk.cvar import cvar_from_samples
+from tailguard.runs.selection import Evaluation, budget_score
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
+OVERLAP = 8
+"""Episodes begin every eighth of their length: a tail is then the mean of several windows, not of one or two."""
+MOST_EPISODES = 2048
+"""Beyond so many, episodes begin less often, down to one after the other."""
+
 
 class Validation:
-    """Yearly log-growth, net of costs, over the validation part, without exploration.
+    """Yearly log-growth and tail over the validation part, net of costs and without exploration.
 
-    The part is traded as the agent's own episodes, one after the other on the calendar and side by side in the
-    computer, each from a flat account: as many bars as a backtest, in a fraction of its time.
+    The part is traded as overlapping episodes of the agent's own length, each from a flat account and all of them side
+    by side: more windows than a backtest has, in a fraction of its time.
     """
 
     def __init__(self, agent: Learner, bars: Bars) -> None:
@@ -35,15 +44,33 @@ class Validation:
 
     @property
     def episodes(self) -> int:
-        """Episodes that a score is made of."""
+        """Episodes that an evaluation is made of."""
         return sum(len(part.starts) for part in self.parts)
 
-    def score(self, agent: Learner) -> float | None:
-        """The growth; None where the part is shorter than an episode."""
+    def evaluate(self, agent: Learner) -> Evaluation | None:
+        """Growth, tail and score of the agent as it is now; None where the part is shorter than an episode."""
         if not self.episodes:
             return None
-        total = sum(float(part.growth(agent).sum()) for part in self.parts if part.starts)
-        return total / self.episodes / self.length * self.bars_per_year
+        risk = None if agent.risk is None else agent.risk.config
+        measure: RiskMeasure = "episode" if risk is None else risk.measure
+        traded = [part.trade(agent, measure) for part in self.parts if part.starts]
+        growth = float(torch.cat([each for each, _ in traded]).mean()) / self.length * self.bars_per_year
+        cvar = limit = None
+        if risk is not None:
+            cvar = float(cvar_from_samples(torch.cat([outcomes for _, outcomes in traded]), risk.alpha))
+            limit = risk.limit
+        return Evaluation(growth, cvar, budget_score(growth, cvar, limit))
+
+    def training_growth(self, agent: Learner) -> float:
+        """Yearly log-growth of the last finished training episodes; NaN where their rewards do not tell it.
+
+        A policy that explores pays for it in training: its growth there cannot be compared.
+        """
+        figures, explores = agent.metrics, getattr(agent.config, "stochastic", True)
+        if agent.spec is None or agent.spec.reward != "log" or explores:
+            return math.nan
+        earned, length = (figures.get(f"rollout/ep_{name}_mean", math.nan) for name in ("rew", "len"))
+        return earned / length * self.bars_per_year if length else math.nan
 
 
 class _Part:
@@ -56,29 +83,42 @@ class _Part:
             torch.as_tensor(usable),
             torch.as_tensor(panel.segment),
             spec.episode_length,
-        )
-        self.starts = _one_after_the_other(possible.tolist(), spec.episode_length)
+        ).tolist()
+        self.starts = spaced_starts(possible, stride_of(len(possible), spec.episode_length))
 
-    def growth(self, agent: Learner) -> Tensor:
-        """Log-growth of each episode, [episodes]."""
+    def trade(self, agent: Learner, measure: RiskMeasure) -> tuple[Tensor, Tensor]:
+        """Log-growth of each episode, [episodes], and the outcomes that a budget of this measure is on."""
         task = self.task
         state = task.begin(open_accounts(torch.tensor(self.starts), task.market.assets, task.market.dtype))
         memory = None
         growth = torch.zeros(len(self.starts), dtype=torch.float64)
+        drawdown = torch.zeros_like(growth)
         ruined = torch.zeros(len(self.starts), dtype=torch.bool)
+        nets = []
         for _ in range(task.episode_length):
             action, memory = agent.predict(task.observe(state).numpy(), state=memory, deterministic=True)
             weights = task.decide(torch.as_tensor(np.asarray(action), dtype=task.market.dtype), state)[0]
             state, transition = task.advance(state, torch.where(ruined[:, None], 0.0, weights))
             growth += torch.log((1 + transition.net.double()).clamp(min=GROWTH_FLOOR))
+            drawdown = torch.minimum(drawdown, (state.market.equity / state.peak_equity - 1).double())
             ruined |= transition.liquidated
-        return growth
+            if measure == "bar":
+                nets.append(transition.net.double())
+        if measure == "bar":
+            return growth, torch.cat(nets)
+        pnl = (state.market.equity / state.start_equity - 1).double()
+        return growth, drawdown if measure == "drawdown" else pnl
 
 
-def _one_after_the_other(possible: list[int], length: int) -> list[int]:
-    """The earliest starts whose windows of `length` bars do not overlap."""
+def stride_of(possible: int, length: int) -> int:
+    """Bars between the starts of two episodes."""
+    return min(max(length // OVERLAP, math.ceil(possible / MOST_EPISODES), 1), length)
+
+
+def spaced_starts(possible: list[int], stride: int) -> list[int]:
+    """The earliest of the possible starts that are at least `stride` bars apart."""
     starts: list[int] = []
     for row in possible:
-        if not starts or row >= starts[-1] + length:
+        if not starts or row >= starts[-1] + stride:
             starts.append(row)
     return starts

@@ -277,6 +277,8 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     facts |= {f"SHA-256 of the training {name}": str(value) for name, value in dict(made.get("data") or {}).items()}
     then = ", ".join(f"{name} {value}" for name, value in dict(made.get("versions") or {}).items())
     facts |= {"trained with": then} if then else {}
-    facts["steps"] = f"{run.agent.num_timesteps:,}"
+    steps, total = run.agent.num_timesteps, run.config.training.total_timesteps
+    chosen = f" of {total:,}; the best on validation" if run.config.training.select == "best" and steps < total else ""
+    facts["steps"] = f"{steps:,}{chosen}"
     facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
     return facts
