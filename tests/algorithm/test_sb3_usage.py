@@ -92,7 +92,7 @@ def test_an_sb3_env_without_last_observations_is_refused() -> None:
                 info.pop("terminal_observation", None)
             return obs, rewards, dones, infos
 
-    with pytest.raises(TailguardError, match=r"gave no infos\['final_obs'\]"):
+    with pytest.raises(TailguardError, match=r"returned no infos\['final_obs'\]"):
         make(Forgetful(factories())).learn(16)
 
 
