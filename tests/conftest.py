@@ -39,7 +39,7 @@ def seed_everything() -> None:
     torch.manual_seed(0)
 
 
-SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_")
+SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_|KMP_")
 """Environment variables that pytest sets for every test, and torch when it first compiles."""
 
 
