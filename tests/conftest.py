@@ -40,7 +40,7 @@ def seed_everything() -> None:
 
 
 SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_|KMP_")
-"""Environment variables that pytest sets for every test, and torch when it first compiles."""
+"""Environment variables that pytest sets for every test, torch when it first compiles, and Numba on import."""
 
 
 def process_settings() -> dict[str, Any]:
