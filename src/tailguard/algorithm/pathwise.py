@@ -31,7 +31,7 @@ from tailguard.algorithm.sb3 import check_arguments, network_options, sample_sch
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.update import make_batch
 from tailguard.algorithm.updates import CriticUpdates
-from tailguard.envs.adapt import as_vector_env
+from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box, FunctionalEnv
 from tailguard.errors import ConfigError
 from tailguard.models.critics import combine_values
@@ -297,10 +297,10 @@ def check_differentiable(env: VectorEnv) -> None:
 
 
 def _episode_length(env: VectorEnv) -> int:
-    length = getattr(env, "episode_length", None)
+    length = episode_length_of(env)
     if length is None:
         raise ConfigError(
             f"pathwise.n_steps: 0 asks for whole episodes, and {type(env).__name__} does not say how long they are "
             "(episode_length). Give the number of steps"
         )
-    return int(length)
+    return length
