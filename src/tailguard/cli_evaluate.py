@@ -19,6 +19,7 @@ from tailguard.places import check_writable_place, replace_synced
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tailguard.algorithm.ensemble import Ensemble
     from tailguard.algorithm.learner import Learner
     from tailguard.config import RunConfig
     from tailguard.data.bars import Bars
@@ -351,7 +352,7 @@ def _backtests(
     return _Backtests(title, found, tried, seen)
 
 
-def _one_account(agent: Learner, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
+def _one_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
     """The bars of the symbols that the agent can trade in one account, of one alone if it is named.
 
     `pool`: several accounts side by side will do, for an agent that trades each symbol in one of its own.

@@ -32,6 +32,8 @@ from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
 Select = Literal["best", "last"]
+DEFAULT_MEMBERS = 4
+"""Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
@@ -111,6 +113,9 @@ class TrainingConfig:
     """Device for everything: cpu or cuda."""
     threads: int = 0
     """CPU threads; 0 uses PyTorch's default."""
+    members: int = 0
+    """Agents that are trained and act as their mean, each without one fold of the training part, which then shows its
+    tail on bars it has not seen; 0: 4 where risk.limit is set, else 1."""
     select: Select = "best"
     """Which agent is the result: best on the validation part, or last."""
     evaluation_steps: int = 0
@@ -130,6 +135,8 @@ class TrainingConfig:
         check_range("training.seed", self.seed, high=2**62)
         check_count("training.threads", self.threads, low=0)
         check_range("training.threads", self.threads, high=1024)
+        check_count("training.members", self.members, low=0)
+        check_range("training.members", self.members, high=64)
         check_choice("training.select", self.select, get_args(Select))
         check_count("training.evaluation_steps", self.evaluation_steps, low=0)
         check_count("training.patience", self.patience, low=0)
@@ -164,8 +171,14 @@ class RunConfig:
 
     @property
     def chosen(self) -> LearnerConfig:
-        """The settings of the learner that is chosen."""
-        return self.pathwise if self.learner == "pathwise" else self.ppo
+        """The settings of the learner that is chosen, as the environment and the budget complete them."""
+        given = self.pathwise if self.learner == "pathwise" else self.ppo
+        return given.completed(self.risk, self.env.episode_length)
+
+    @property
+    def members(self) -> int:
+        """Agents that are trained."""
+        return self.training.members or (DEFAULT_MEMBERS if self.risk.limit is not None else 1)
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:

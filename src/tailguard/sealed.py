@@ -70,8 +70,8 @@ def read_sealed(folder: Path, names: Collection[str]) -> tuple[dict[str, Any], d
     return manifest["about"], parts
 
 
-def read_about(folder: Path, names: Collection[str]) -> dict[str, Any]:
-    """The description alone; the parts are not read."""
+def read_about(folder: Path, names: Collection[str] | None = None) -> dict[str, Any]:
+    """The description alone; the parts are not read. `names`: of the parts; None: whatever parts there are."""
     about: dict[str, Any] = _read_manifest(folder, names)["about"]
     return about
 
@@ -127,7 +127,7 @@ def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
 # --- contents -------------------------------------------------------------------------------------------------------
 
 
-def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
+def _read_manifest(folder: Path, names: Collection[str] | None) -> dict[str, Any]:
     path = folder / MANIFEST
     if not folder.exists():
         recover(folder)
@@ -138,8 +138,8 @@ def _read_manifest(folder: Path, names: Collection[str]) -> dict[str, Any]:
     stated = manifest.pop("sha256", None)
     if stated != _digest(_canonical(manifest)):
         raise CheckpointError(f"{path}: its content does not match its own SHA-256; the file has been changed")
-    expected = {file_name(name) for name in names}
     files = manifest.get("files")
+    expected = {file_name(name) for name in names} if names is not None else set(files or ())
     if not isinstance(files, dict) or set(files) != expected:
         shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
         raise CheckpointError(f"{path}: lists the files {shown}; expected {', '.join(sorted(expected))}")

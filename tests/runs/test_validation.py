@@ -13,7 +13,7 @@ from tailguard.envs.trading import TradingEnv
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskConfig
 from tailguard.runs.selection import budget_score
-from tailguard.runs.validation import Validation, spaced_starts, stride_of
+from tailguard.runs.validation import Validation
 
 
 def make_agent(bars: Any, risk: RiskConfig | None = None, **env: Any) -> tg.DistributionalPPO:
@@ -88,11 +88,3 @@ def test_training_growth_is_known_of_policies_that_do_not_explore() -> None:
     explorer = make_agent(bars)
     explorer.learn(96)
     assert np.isnan(Validation(explorer, bars).training_growth(explorer))
-
-
-def test_episodes_overlap_until_there_are_many() -> None:
-    assert stride_of(5_000, 192) == 24
-    assert stride_of(98_304, 192) == 48  # 2,048 of them
-    assert stride_of(10**7, 192) == 192  # one after the other, never less than all bars
-    assert stride_of(100, 4) == 1
-    assert spaced_starts([3, 4, 5, 9, 10, 14], 4) == [3, 9, 14]

@@ -17,8 +17,11 @@ from tailguard.models.agent import NetworkConfig
 from tailguard.models.critics import TwinMode
 from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGSConfig
 from tailguard.returns import AdvantageMode
+from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
+WINDOW = 16
+"""Bars of a window where nothing else asks for whole episodes."""
 OtherConfig = TypeVar("OtherConfig", bound="LearnerConfig")
 AdvantageKind = Literal["gae", "hindsight"]
 
@@ -169,6 +172,10 @@ class LearnerConfig:
         kept = ("network", "normalise_observations", "observation_clip", "gamma", "on_nonfinite", "runtime", "monitor")
         return kind(**{name: getattr(self, name) for name in kept})
 
+    def completed(self, risk: RiskConfig | None, episode_length: int | None) -> Self:  # noqa: ARG002
+        """These settings with the ones that depend on the budget and the environment filled in."""
+        return self
+
     @property
     def estimates(self) -> EstimateConfig:
         return EstimateConfig(
@@ -288,14 +295,16 @@ class PathwiseConfig(LearnerConfig):
     fewest_steps: ClassVar[int] = 0
     multiplier_gains: ClassVar[tuple[float, float]] = (2.0, 0.1)
 
-    n_steps: int = 16
-    """Bars in a window that the gradient goes back through, 8 to 64; 0: whole episodes."""
+    n_steps: int = 0
+    """Bars in a window that the gradient goes back through, 8 to 64, or the length of an episode; 0: whole episodes
+    where a budget is on them, else 16."""
     learning_rate: float | str = "linear:1e-2:1e-3"
     """Step size of the policy, a schedule; 1e-3 to 2e-2."""
     critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
-    critic_epochs: int = 1
-    """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing."""
+    critic_epochs: int | None = None
+    """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing;
+    none: 1, or 0 where a window is a whole episode."""
     max_grad_norm: float = 1.0
     """Gradient norm is clipped to this; 0 or less is off."""
     stochastic: bool = False
@@ -305,11 +314,22 @@ class PathwiseConfig(LearnerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_schedule("pathwise.critic_learning_rate", self.critic_learning_rate)
-        check_count("pathwise.critic_epochs", self.critic_epochs, low=0)
+        if self.critic_epochs is not None:
+            check_count("pathwise.critic_epochs", self.critic_epochs, low=0)
         if self.uses_entropy and not self.stochastic:
             raise ConfigError(
                 "pathwise.entropy_coef: a deterministic policy has no entropy; set pathwise.stochastic to true"
             )
+
+    def completed(self, risk: RiskConfig | None, episode_length: int | None) -> Self:
+        n_steps, critic_epochs = self.n_steps, self.critic_epochs
+        if n_steps == 0:
+            # The gradient of an episode's tail is exact only where it goes through the whole episode.
+            whole = risk is not None and risk.enabled and risk.measure != "bar" and episode_length is not None
+            n_steps = episode_length if whole and episode_length is not None else WINDOW
+        if critic_epochs is None:
+            critic_epochs = 0 if n_steps == episode_length else 1
+        return replace(self, n_steps=n_steps, critic_epochs=critic_epochs)
 
 
 def _check_schedule(name: str, given: float | str, *, zero: bool = True) -> None:

@@ -82,8 +82,7 @@ class PathwiseLearner(Learner):
         chosen = (config or PathwiseConfig()).with_options(options)
         accounts = as_vector_env(env, num_envs, device)
         check_differentiable(accounts)
-        if chosen.n_steps == 0:
-            chosen = replace(chosen, n_steps=_episode_length(accounts))
+        chosen = chosen.completed(risk, episode_length_of(accounts))
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
         super().__init__(
             accounts, chosen, seed=seed, device=device, risk=risk, verbose=verbose, tensorboard_log=tensorboard_log
@@ -115,7 +114,7 @@ class PathwiseLearner(Learner):
         # Acting and the policy's step are one pass through the window, so callbacks see it after both.
         wanted = on_rollout is None or on_rollout(window.rollout)
         usable = window.prepared.batch is not None
-        if window.prepared.batch is not None and wanted and self.config.critic_epochs > 0:
+        if window.prepared.batch is not None and wanted and self.config.critic_epochs:
             batch = window.prepared.batch
             batch = batch if self.agent.remembers else batch.rows_as_sequences()
             self.updates.run(batch, window.rollout.inner_resets)
@@ -183,7 +182,7 @@ class PathwiseLearner(Learner):
         earned = (discount * rollout.rewards).sum(0).mean()
         figures = {"pathwise/earned": earned.detach()}
         objective = earned
-        if self.config.critic_epochs > 0:
+        if self.config.critic_epochs:
             rows = list(rollout.final_rows)
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
             value = views[0].final_baseline
@@ -294,13 +293,3 @@ def check_differentiable(env: VectorEnv) -> None:
             "no gradient can go through them. Use PPO: tg.DistributionalPPO, or learner: ppo. A TradingEnv is one; "
             "a FunctionalEnv of your own can say so with differentiable = True"
         )
-
-
-def _episode_length(env: VectorEnv) -> int:
-    length = episode_length_of(env)
-    if length is None:
-        raise ConfigError(
-            f"pathwise.n_steps: 0 asks for whole episodes, and {type(env).__name__} does not say how long they are "
-            "(episode_length). Give the number of steps"
-        )
-    return length

@@ -65,6 +65,22 @@ def load_agent(
     """
     folder = find_agent(folder)
     about, parts = read_sealed(folder, PARTS)
+    return rebuild(about, parts, folder, env, device, kind, **options)
+
+
+def rebuild(
+    about: Mapping[str, Any],
+    parts: Mapping[str, State],
+    folder: Path,
+    env: Any = None,
+    device: torch.device | str | None = None,
+    kind: type[AnyLearner] | None = None,
+    **options: Any,
+) -> AnyLearner:
+    """The agent of a description and its parts, as `describe` and `capture` gave them; see `load_agent`.
+
+    `folder`: where they come from, for messages.
+    """
     try:
         trained_by, config_kind = LEARNERS[about.get("learner", DistributionalPPO.kind)]
         config = config_kind.from_dict(about["config"])

@@ -241,7 +241,7 @@ class CriticUpdates(Updates):
 
     @property
     def epochs(self) -> int:
-        return self.learner.config.critic_epochs
+        return self.learner.config.critic_epochs or 0
 
     def begin(self) -> None:
         super().begin()

@@ -72,6 +72,8 @@ class TradingTask:
     episode_length: int
     reward: Reward = "log"
     shield: Shield | None = None
+    volatility_factors: Tensor | None = None
+    """Factor on each asset's weight by recent volatility, [R, A] float32; None: no scaling."""
 
     @property
     def observation_names(self) -> tuple[str, ...]:
@@ -111,19 +113,24 @@ class TradingTask:
         gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
         return action * (config.leverage / gross.clamp(min=1))
 
-    def weights_of_one(self, action: Sequence[float]) -> list[float]:
-        """`to_weights` of one account in plain numbers, [A]: a backtest calls it at every bar."""
+    def weights_of_one(self, action: Sequence[float], row: int) -> list[float]:
+        """The weights of one account before its shield, in plain numbers, [A]: a backtest calls it at every bar."""
         config = self.market.config
         if not config.allow_short:
             action = [max(share, 0.0) for share in action]
         gross = sum([abs(share) for share in action])
         # As a tensor divides a number: by its reciprocal.
         factor = (1 / max(gross, 1.0)) * config.leverage
-        return [share * factor for share in action]
+        weights = [share * factor for share in action]
+        if self.volatility_factors is None:
+            return weights
+        return [weight * scale for weight, scale in zip(weights, self.volatility_factors[row].tolist(), strict=True)]
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
         """Target weights [N, A] for actions in this state, and where the shield reduced them, [N] bool."""
         weights = self.to_weights(action)
+        if self.volatility_factors is not None:
+            weights = weights * self.volatility_factors.index_select(0, state.market.row)
         if self.shield is None:
             return weights, torch.zeros_like(state.age, dtype=torch.bool)
         return self.shield.apply(weights, state.market.equity, state.start_equity)

@@ -16,6 +16,7 @@ from tailguard.envs.episodes import Reward, TradingTask
 from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
+from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import BarsError
 from tailguard.market import MarketConfig, build_market
 from tailguard.validate import check_count
@@ -63,6 +64,7 @@ class TradingSpec:
     shield: Shield | None = None
     training_bars: TrainingBars | None = None
     """None: not known, as for agents that were saved before it was kept."""
+    volatility: VolatilityScaling | None = None
 
     @classmethod
     def of(cls, env: TradingEnv) -> TradingSpec:
@@ -75,6 +77,7 @@ class TradingSpec:
             frequency_ms=env.prepared.panel.frequency_ms,
             shield=env.task.shield,
             training_bars=TrainingBars.of(env.prepared),
+            volatility=env.volatility,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -88,6 +91,7 @@ class TradingSpec:
             "frequency_ms": self.frequency_ms,
             "shield": None if self.shield is None else asdict(self.shield),
             "training_bars": None if self.training_bars is None else asdict(self.training_bars),
+            "volatility": None if self.volatility is None else asdict(self.volatility),
         }
 
     def check_fits(self, panel: Panel) -> None:
@@ -111,7 +115,10 @@ class TradingSpec:
         scaler, market = Scaler.from_dict(state["scaler"]), MarketConfig(**state["market"])
         seen = state.get("training_bars")
         bars = None if seen is None else TrainingBars.from_dict(seen)
-        return cls(**{**state, "scaler": scaler, "market": market, "shield": shield, "training_bars": bars})
+        scaled = state.get("volatility")
+        volatility = None if scaled is None else VolatilityScaling(scaled["half_life"], tuple(scaled["reference"]))
+        parts = {"scaler": scaler, "market": market, "shield": shield, "training_bars": bars, "volatility": volatility}
+        return cls(**{**state, **parts})
 
 
 def task_for(
@@ -122,5 +129,13 @@ def task_for(
     spec.check_fits(prepared.panel)
     market = build_market(prepared.panel, config or spec.market, dtype=dtype)
     features = torch.as_tensor(prepared.features)
-    task = TradingTask(market, features, prepared.names, spec.episode_length, spec.reward, spec.shield)
+    task = TradingTask(
+        market=market,
+        features=features,
+        feature_names=prepared.names,
+        episode_length=spec.episode_length,
+        reward=spec.reward,
+        shield=spec.shield,
+        volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
+    )
     return task, prepared.usable, prepared.panel

@@ -15,6 +15,7 @@ from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, 
 from tailguard.envs.mapped_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.shield import Shield
+from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
 from tailguard.flags import may_hold_any
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
@@ -45,6 +46,8 @@ class TradingEnv:
     `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in its own accounts.
     `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
     `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
+    `volatility_half_life`: bars; weights are scaled down where recent volatility, weighted with this half-life, exceeds
+        its median over these bars. 0: off.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -65,6 +68,7 @@ class TradingEnv:
         accounts: Accounts = "portfolio",
         reward: Reward = "log",
         shield: Shield | None = None,
+        volatility_half_life: int = 0,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -73,6 +77,7 @@ class TradingEnv:
         check_count("episode_length", episode_length)
         check_choice("reward", reward, REWARDS)
         check_choice("accounts", accounts, ("portfolio", "per_symbol"))
+        check_count("volatility_half_life", volatility_half_life, low=0)
         if stagger is not None:
             check_count("stagger", stagger)
         prepared = self._prepared(bars, features, scaler, accounts)
@@ -83,6 +88,7 @@ class TradingEnv:
             market = prepared.market(config, self.device, dtype)
         else:
             market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
+        self.volatility = VolatilityScaling.fit(prepared.panel, volatility_half_life) if volatility_half_life else None
         self.task = TradingTask(
             market=market,
             features=as_tensor(prepared.features).to(self.device),
@@ -90,6 +96,7 @@ class TradingEnv:
             episode_length=episode_length,
             reward=reward,
             shield=shield,
+            volatility_factors=volatility_factors(self.volatility, prepared.panel, self.device),
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger

@@ -62,7 +62,7 @@ class AgentDecider:
             ),
         )
         action = self.policy(self._observation, window.age == 0)
-        weights = self.task.weights_of_one(action.tolist()[0])
+        weights = self.task.weights_of_one(action.tolist()[0], account.row)
         for weight in weights:
             if weight != weight:
                 raise TailguardError(

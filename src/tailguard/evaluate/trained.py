@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from tailguard.algorithm.ensemble import Ensemble, load_trained
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
-from tailguard.algorithm.saving import load_agent as load_agent_of
 from tailguard.config import RunConfig, load_run_config
-from tailguard.data.prepare import prepare
+from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, make_market
@@ -49,7 +49,7 @@ class TrainedRun:
 
     folder: Path
     config: RunConfig
-    agent: Learner
+    agent: Learner | Ensemble
     bars: Bars | PreparedMarket
     """All of them, before they were split."""
     split: Split | PreparedMarket
@@ -102,7 +102,7 @@ def run_config(folder: Path) -> RunConfig:
     return load_run_config(path)
 
 
-def load_agent(folder: Path) -> Learner:
+def load_agent(folder: Path) -> Learner | Ensemble:
     """The agent of the run in this folder."""
     path = folder / "agent"
     recover(path)
@@ -111,7 +111,7 @@ def load_agent(folder: Path) -> Learner:
             f"{folder}: the run has no agent yet: its training has not finished. Resume it with: "
             f"tailguard train --resume {folder}"
         )
-    return load_agent_of(path)
+    return load_trained(path)
 
 
 def market_of(config: RunConfig) -> tuple[Bars | PreparedMarket, SyntheticMarket | None]:
@@ -145,24 +145,26 @@ def split_of(config: RunConfig, bars: Bars | PreparedMarket) -> Split | Prepared
     return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
 
 
-def build_agent(config: RunConfig, bars: Bars | MappedBars, seed: int) -> Learner:
+def build_agent(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Learner:
     """A fresh agent on these training bars."""
+    chosen, length = config.chosen, config.env.episode_length
     env = TradingEnv(
         bars,
         config.market,
         config.env.num_envs,
         config.training.device,
-        episode_length=config.env.episode_length,
-        features=None if isinstance(bars, MappedBars) else config.data.features or None,
+        episode_length=length,
+        features=None if isinstance(bars, PreparedBars) else config.data.features or None,
         accounts=config.env.accounts,
         reward=config.env.reward,
         shield=config.env.shield,
-        stagger=config.chosen.n_steps or None,  # whole episodes begin together
+        volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
+        stagger=None if chosen.n_steps == length else chosen.n_steps,  # whole episodes begin together
         seed=seed,
     )
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
-    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    learner: Learner = kind(env, chosen, seed=seed, risk=config.risk)
     return learner
 
 
@@ -236,7 +238,7 @@ def why_no_optimum(run: TrainedRun) -> str | None:
 
 
 def agent_and_baselines(
-    agent: Learner,
+    agent: Learner | Ensemble,
     bars: Bars,
     market: MarketConfig,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.data.splits import Fold, walk_forward
@@ -95,7 +96,7 @@ def plan_folds(config: RunConfig, bars: Bars, plan: Plan) -> list[Fold]:
     )
 
 
-def trade_fold(agent: Learner, fold: Fold) -> tuple[BacktestResult, ...]:
+def trade_fold(agent: Learner | Ensemble, fold: Fold) -> tuple[BacktestResult, ...]:
     """The agent on the fold's test window, from a flat account; one result an account."""
     accounts = "portfolio" if agent.spec is None else agent.spec.accounts
     return tuple(backtest(agent, part, progress_bar=False) for part in separate(fold.test, accounts))

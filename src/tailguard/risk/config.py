@@ -33,6 +33,12 @@ class RiskConfig:
     """Outcomes on which the tail is measured; 0: those of the last 4 rollouts, and enough for 20 in the tail."""
     margin: float = 0.05
     """Safety margin inside the limit, as a share of it, because the measured tail has an error, 0 to 0.5."""
+    confidence: float = 0.9
+    """How sure the limit must be on bars that were held out from training, 0.5 to below 1: exposure is scaled so that
+    the bound of this confidence keeps the limit; 0: exposure stays as it was learned."""
+    volatility_half_life: int = 48
+    """With a limit, weights are scaled down while recent volatility, with this half-life in bars, is above its median
+    in training; 0: off."""
     kp: float | None = None
     """Proportional gain of the Lagrange multiplier λ on a relative violation, 0 to 5; none: 0.5 for ppo, 2 for
     pathwise."""
@@ -56,6 +62,13 @@ class RiskConfig:
         check_range("risk.penalty", self.penalty, low=0)
         check_count("risk.window", self.window, low=0)
         check_range("risk.margin", self.margin, low=0, high=0.5)
+        check_range("risk.confidence", self.confidence, low=0, high=1, high_open=True)
+        if 0 < self.confidence < 0.5:
+            raise ConfigError(
+                f"risk.confidence: {self.confidence:g} would scale exposure to a tail milder than the estimate; "
+                "give 0.5 to below 1, or 0 to leave exposure as it was learned"
+            )
+        check_count("risk.volatility_half_life", self.volatility_half_life, low=0)
         for name in ("kp", "ki"):
             if getattr(self, name) is not None:
                 check_range(f"risk.{name}", getattr(self, name), low=0)

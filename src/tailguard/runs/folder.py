@@ -32,7 +32,9 @@ AGENT = "agent"
 LOCK = ".lock"
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
-NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, AGENT, LOCK)
+MEMBERS = "members"
+"""Where a run trains several agents: metrics, curves and checkpoints of each in a folder of its own."""
+NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, MEMBERS, AGENT, LOCK)
 """Everything that a run writes; other files in the folder are never touched."""
 _LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest)\.\d+\.partial")
 """Files of a run that a killed process left half written."""
@@ -122,7 +124,7 @@ class RunFolder:
 
     def _clear(self) -> None:
         (self.path / LATEST).unlink(missing_ok=True)
-        for name in (CHECKPOINTS, TENSORBOARD, AGENT):
+        for name in (CHECKPOINTS, MEMBERS, TENSORBOARD, AGENT):
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
         # The settings are removed last: a kill in between must leave a folder that still counts as a run.

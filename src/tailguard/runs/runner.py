@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 import shlex
@@ -14,6 +15,7 @@ import torch
 from rich.console import Console
 
 from tailguard._version import __version__
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
@@ -29,7 +31,6 @@ from tailguard.evaluate.trained import (
     AGENT,
     TrainedRun,
     beside_baselines,
-    build_agent,
     market_of,
     share_of_optimum,
     split_of,
@@ -37,8 +38,9 @@ from tailguard.evaluate.trained import (
 )
 from tailguard.evaluate.trials import count_trials, record_trial
 from tailguard.runs.folder import RunFolder, again
+from tailguard.runs.members import Members, train_members
 from tailguard.runs.rehearsal import rehearse_report, short_budget, shortened
-from tailguard.runs.training import prepare_device, train_to_the_end
+from tailguard.runs.training import prepare_device
 from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
@@ -51,9 +53,12 @@ class RunResult:
     """What a run left behind."""
 
     folder: Path
-    agent: Learner
+    agent: Learner | Ensemble
     standing: Standing
     """On the test period: the agent, the baselines, and the optimum if it is known."""
+
+    has_budget: bool
+    """Whether the run had a limit."""
 
     @property
     def results(self) -> Mapping[str, BacktestResult]:
@@ -96,22 +101,22 @@ def train(
     run = RunFolder(folder)
     with run.claimed():
         goes_on = _goes_on(run, config, replace, resume, ask)
-        agent, bars, split, synthetic = prepare_agent(config, run, console)
-        trained = TrainedRun(folder, config, agent, bars, split, synthetic)
+        members, bars, split, synthetic = prepare_members(config, run, console)
+        trained = TrainedRun(folder, config, _rehearsed(members), bars, split, synthetic)
         _rehearse(trained, console)
         if not goes_on:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
-        train_to_the_end(
-            agent,
-            config,
+        agent = train_members(
+            members,
             run,
-            Validation(agent, split.validation),
+            Validation(members.first, split.validation),
             console,
             resume=goes_on,
             again=again(run.path),
             ask=ask,
             verbose=verbose,
         )
+        trained = dataclasses.replace(trained, agent=agent)
         with console.status("") as status:
             result = _judge(trained, own_budget(config), lambda name: status.update(f"test     {name}"))
         note = _write_down(trained, result)
@@ -125,7 +130,8 @@ def _judge(run: TrainedRun, budget: Budget | None, before_each: Callable[[str], 
     """The agent on the test part beside the baselines, with intervals and the verdict on the budget."""
     results = beside_baselines(run, run.part("test"), before_each=before_each)
     notes = baseline_notes(results, run.part("test"), run.config.market)
-    return RunResult(run.folder, run.agent, standing(results, budget, notes=notes, before_each=before_each))
+    judged = standing(results, budget, notes=notes, before_each=before_each)
+    return RunResult(run.folder, run.agent, judged, run.config.risk.limit is not None)
 
 
 def _show(result: RunResult, console: Console) -> None:
@@ -188,10 +194,15 @@ def _goes_on(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask
     return False
 
 
-def prepare_agent(
+def _rehearsed(members: Members) -> Learner | Ensemble:
+    """A fresh agent of the kind that the run will end with."""
+    return members.first if members.config.risk.limit is None and members.count == 1 else Ensemble([members.first])
+
+
+def prepare_members(
     config: RunConfig, run: RunFolder, console: Console
-) -> tuple[Learner, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
-    """A fresh agent as the settings say, all bars, their split, and the market's generator; each told in a line."""
+) -> tuple[Members, Bars | PreparedMarket, Split | PreparedMarket, SyntheticMarket | None]:
+    """The learners that the settings ask for, all bars, their split, and the market's generator, a line on each."""
     prepare_device(config)
     threads = f"{config.training.device}, {torch.get_num_threads()} threads"
     say(console, f"Tailguard {__version__} · {threads} · seed {config.training.seed} · {run.path}", style="bold")
@@ -199,9 +210,10 @@ def prepare_agent(
     say(console, f"market   {describe(synthetic) if synthetic else _describe_bars(bars)}")
     split = split_of(config, bars)
     say(console, f"split    {split.describe()}")
-    agent = build_agent(config, split.train, config.training.seed)
-    say(console, f"agent    {describe_agent(agent)}")
-    return agent, bars, split, synthetic
+    members = Members(config, split.train, config.training.seed)
+    several = f"{members.count} members, each: " if members.count > 1 else ""
+    say(console, f"agent    {several}{describe_agent(members.first)}")
+    return members, bars, split, synthetic
 
 
 def _write_down(run: TrainedRun, result: RunResult) -> str:
@@ -236,7 +248,7 @@ def budget_of(result: RunResult) -> str:
     found = result.standing.budgets.get(AGENT)
     if found is not None:
         return budget_in_words(found, result.results[AGENT].bars_per_year)
-    if result.agent.risk is None or result.agent.risk.config.limit is None:
+    if not result.has_budget:
         return f"none was set; tailguard report {result.folder} --limit -0.04 judges by one."
     return "the test period is too short to judge it."
 

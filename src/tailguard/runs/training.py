@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from rich.console import Console
 
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
@@ -47,7 +48,7 @@ def train_to_the_end(
     ask: Callable[[str], bool],
     verbose: bool = False,
 ) -> CheckpointStore:
-    """Train a fresh agent with checkpoints in the run's folder, and save the one that is chosen there.
+    """Train a fresh agent with checkpoints in the run's folder, and bring it to the state that is chosen.
 
     `validation`: chooses the agent; none: the last one is taken.
     `resume`: start from the newest checkpoint, if there is one.
@@ -66,15 +67,27 @@ def train_to_the_end(
         with _one_message():
             _learn(agent, config, run, store, validation, console, again, verbose)
         _choose(agent, config, store, validation, console, again)
+    except OSError as error:
+        raise _disk_error(error, run, store, again) from error
+    return store
+
+
+def save_result(agent: Learner | Ensemble, run: RunFolder, again: str) -> None:
+    """Save the agent of a finished training. Raises `RunError` if the disk is full or not writable."""
+    try:
         agent.save(run.agent_path)
     except OSError as error:
-        intact = store.newest_intact()
-        rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
-        raise RunError(
-            f"{error.filename or run.path}: {error.strerror}. The run has stopped; {rest}. Free disk space, or make "
-            f"the folder writable, and resume with: {again}"
-        ) from error
-    return store
+        raise _disk_error(error, run, None, again) from error
+
+
+def _disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, again: str) -> RunError:
+    intact = None if store is None else store.newest_intact()
+    rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
+    rest = "its checkpoints are intact" if store is None else rest
+    return RunError(
+        f"{error.filename or run.path}: {error.strerror}. The run has stopped; {rest}. Free disk space, or make "
+        f"the folder writable, and resume with: {again}"
+    )
 
 
 @contextlib.contextmanager

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from tailguard.algorithm.ensemble import Ensemble, load_trained
 from tailguard.algorithm.learner import Learner
-from tailguard.algorithm.saving import load_agent
 from tailguard.config import RunConfig, to_dict, to_yaml
 from tailguard.console import say
 from tailguard.data.splits import Fold
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.trained import build_agent
 from tailguard.evaluate.trials import Trial, bars_hash, count_trials, record_trial, settings_hash, trials_path
 from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
 from tailguard.places import read_plain, recover, replace_synced
 from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-from tailguard.runs.folder import LOCK, PLAN, RunFolder
-from tailguard.runs.training import prepare_device, train_to_the_end
+from tailguard.runs.folder import LOCK, MEMBERS, PLAN, RunFolder
+from tailguard.runs.members import Members, train_members
+from tailguard.runs.training import prepare_device
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -79,7 +79,7 @@ def _trained(
     folder: Path,
     console: Console,
     ask: Callable[[str], bool],
-) -> Learner:
+) -> Learner | Ensemble:
     """The agent of a fold: loaded if finished, else trained, from its newest checkpoint if it has one."""
     place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
     recover(place.agent_path)
@@ -90,17 +90,17 @@ def _trained(
     if done:
         return _finished(place)
     place.path.mkdir(parents=True, exist_ok=True)
-    agent = build_agent(config, fold.train, seed)
-    train_to_the_end(
-        agent, config, place, None, console, resume=place.metrics_path.exists(), again="the same command", ask=ask
+    resume = place.metrics_path.exists()
+    agent = train_members(
+        Members(config, fold.train, seed), place, None, console, resume=resume, again="the same command", ask=ask
     )
     _let_go(place)
     return agent
 
 
-def _finished(place: RunFolder) -> Learner:
+def _finished(place: RunFolder) -> Learner | Ensemble:
     try:
-        agent: Learner = load_agent(place.agent_path)
+        agent = load_trained(place.agent_path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Remove {place.path} to train this fold again") from error
     _let_go(place)
@@ -110,7 +110,8 @@ def _finished(place: RunFolder) -> Learner:
 def _let_go(place: RunFolder) -> None:
     """Remove the checkpoints of a finished fold; its agent is kept."""
     (place.path / LATEST).unlink(missing_ok=True)
-    shutil.rmtree(place.path / CHECKPOINTS, ignore_errors=True)
+    for name in (CHECKPOINTS, MEMBERS):
+        shutil.rmtree(place.path / name, ignore_errors=True)
 
 
 def _counted(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard._version import __version__
+from tailguard.algorithm.learner import Learner
 from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
 from tailguard.errors import CheckpointError, ConfigError
@@ -243,7 +244,8 @@ def _can_be_scaled(market: MarketConfig, factor: float) -> bool:
 
 def _calibration(run: TrainedRun) -> Calibration | None:
     """Quantiles that the critics predicted on the test part against the returns that followed."""
-    found = predictions(run.agent, run.split.test)
+    # The critics of an ensemble predict what each member would earn alone.
+    found = predictions(run.agent, run.split.test) if isinstance(run.agent, Learner) else None
     if found is None or found.predicted.shape[1] < 2:
         return None
     bins = min(PIT_BINS, found.predicted.shape[1])

@@ -1,0 +1,114 @@
+"""Episodes on bars that an agent did not train on, all of them traded side by side.
+
+They are of the agent's own length, overlap, and each starts from a flat account: more windows than a backtest has, in a
+fraction of its time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
+from tailguard.envs.spec import TradingSpec, task_for
+from tailguard.evaluate.accounts import separate
+from tailguard.evaluate.backtest import Agent
+from tailguard.market import open_accounts
+from tailguard.risk.config import RiskMeasure
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+OVERLAP = 8
+"""Episodes begin every eighth of their length: a tail is then the mean of several windows, not of one or two."""
+MOST_EPISODES = 2048
+"""Beyond so many, episodes begin less often, down to one after the other."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What an agent made of episodes, in the order of their starts."""
+
+    growth: Tensor
+    """Log-growth net of costs, [n] float64."""
+    measured: Tensor
+    """What a budget's measure looks at: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
+
+
+class HeldOutEpisodes:
+    """Episodes of one account: a task, the rows at which they start, and the bars between two starts."""
+
+    def __init__(self, task: TradingTask, starts: Tensor, stride: int) -> None:
+        self.task, self.starts, self.stride = task, starts, stride
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def overlap(self) -> int:
+        """How many consecutive episodes share a bar."""
+        return max(1, math.ceil(self.task.episode_length / self.stride))
+
+    @torch.no_grad()
+    def trade(self, agent: Agent, measure: RiskMeasure = "episode") -> Outcomes:
+        """Trade every episode with the agent's deterministic policy."""
+        task, count = self.task, len(self.starts)
+        device = task.features.device
+        state = task.begin(open_accounts(self.starts.to(device), task.market.assets, task.market.dtype))
+        memory = None
+        growth, drawdown = (torch.zeros(count, dtype=torch.float64, device=device) for _ in range(2))
+        ruined = torch.zeros(count, dtype=torch.bool, device=device)
+        nets = []
+        for _ in range(task.episode_length):
+            action, memory = agent.predict(task.observe(state).cpu().numpy(), state=memory, deterministic=True)
+            chosen = torch.as_tensor(np.asarray(action), dtype=task.market.dtype, device=device)
+            weights = task.decide(chosen, state)[0]
+            state, transition = task.advance(state, torch.where(ruined[:, None], 0.0, weights))
+            growth += torch.log((1 + transition.net.double()).clamp(min=GROWTH_FLOOR))
+            drawdown = torch.minimum(drawdown, (state.market.equity / state.peak_equity - 1).double())
+            ruined |= transition.liquidated
+            if measure == "bar":
+                nets.append(transition.net.double())
+        if measure == "bar":
+            measured = torch.stack(nets, dim=1)
+        elif measure == "drawdown":
+            measured = drawdown[:, None]
+        else:
+            measured = (state.market.equity / state.start_equity - 1).double()[:, None]
+        return Outcomes(growth.cpu(), measured.cpu())
+
+
+def episodes_on(spec: TradingSpec, bars: Bars) -> list[HeldOutEpisodes]:
+    """Overlapping episodes on these bars, for each account; empty ones are left out."""
+    found = []
+    for part in separate(bars, spec.accounts):
+        task, usable, panel = task_for(spec, part, None, torch.float32)
+        possible = episode_starts(
+            torch.as_tensor(panel.tradeable),
+            torch.as_tensor(usable),
+            torch.as_tensor(panel.segment),
+            spec.episode_length,
+        )
+        stride = stride_of(len(possible), spec.episode_length)
+        episodes = HeldOutEpisodes(task, spaced_starts(possible, stride), stride)
+        found += [episodes] if len(episodes) else []
+    return found
+
+
+def stride_of(possible: int, length: int) -> int:
+    """Bars between the starts of two episodes."""
+    return min(max(length // OVERLAP, math.ceil(possible / MOST_EPISODES), 1), length)
+
+
+def spaced_starts(possible: Tensor, stride: int) -> Tensor:
+    """The earliest of the possible starts, ascending, that are at least `stride` bars apart."""
+    starts: list[int] = []
+    for row in possible.tolist():
+        if not starts or row >= starts[-1] + stride:
+            starts.append(row)
+    return torch.tensor(starts, dtype=torch.int64)

@@ -1,0 +1,133 @@
+"""Calibrated exposure: the largest factor on an agent's weights that keeps a budget on held-out bars, with confidence.
+
+An agent that has few years to learn from knows them too well, and its tail on other bars is several times its tail in
+training. The loss of an episode is nearly proportional to the exposure, so a factor m on the weights brings the tail to
+any limit d. Held-out episodes, which had no part in training, tell which:
+
+    m = sup { m : U(m) ≤ d },    U(m): upper confidence bound of ES_α of the held-out episodes traded at exposure m
+
+U is a quantile of ES_α over resampled records: circular blocks of whole episodes (Politis & Romano 1992), two episodes
+long, so that neighbouring and overlapping episodes stay together. The idea is that of conformal risk control
+(Angelopoulos et al. 2024): tune one monotone parameter on data that the model has not seen. It rests on the assumption
+that the bars to come are like the held-out ones; where the market changes, no factor can promise anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tailguard.errors import ConfigError
+from tailguard.risk.cvar import cvar_from_samples
+from tailguard.validate import check_count, check_range
+
+RESAMPLES = 400
+MOST_EXPOSURE = 3.0
+"""Largest factor: an agent whose tail stays far inside the limit is not scaled up without end."""
+TOLERANCE = 0.01
+"""The bound ends within this share of the limit, on the inner side."""
+ROUNDS = 8
+"""Most evaluations of the bound; three or four are enough where losses are nearly proportional to exposure."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """A factor on an agent's weights, and how it was found. CVaRs are returns: −0.04 is a loss of 4 %."""
+
+    factor: float
+    limit: float
+    alpha: float
+    level: float
+    """Confidence of the bound."""
+    uncalibrated: float
+    """CVaR of the held-out episodes at exposure 1."""
+    cvar: float
+    """CVaR of the held-out episodes at the factor."""
+    bound: float
+    """Its lower confidence bound at the factor; at or above the limit."""
+    tail_episodes: float
+    """Independent held-out episodes in the tail: the evidence behind the bound."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_range(f"exposure.{item.name}", getattr(self, item.name))
+        check_range("exposure.factor", self.factor, low=0)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Exposure:
+        """What `dataclasses.asdict` took apart."""
+        return cls(**{item.name: float(state[item.name]) for item in fields(cls)})
+
+
+def calibrate_exposure(
+    outcomes_at: Callable[[float], Tensor],
+    limit: float,
+    *,
+    alpha: float,
+    level: float = 0.9,
+    overlap: int = 1,
+    seed: int = 0,
+) -> Exposure:
+    """The largest factor at which the upper confidence bound of the held-out tail keeps the limit; 0 if none was found.
+
+    `outcomes_at`: outcomes of the held-out episodes traded at an exposure, [n] or [n, k]: a row for each episode, in
+        the order of time, with k outcomes of it. It is called for each candidate.
+    `overlap`: how many consecutive episodes share a bar; 1 where they do not overlap.
+    """
+    check_range("limit", limit, low=-1, high=0, high_open=True)
+    check_count("overlap", overlap)
+
+    def at(factor: float) -> tuple[Exposure, float]:
+        """The tail at a factor, and its bound as a multiple of the limit."""
+        outcomes = _rows(outcomes_at(factor))
+        cvar = float(cvar_from_samples(outcomes.flatten(), alpha))
+        bound = cvar_bound(outcomes, alpha, level, block=2 * overlap, seed=seed)
+        tail_episodes = alpha * len(outcomes) / overlap
+        return Exposure(factor, limit, alpha, level, cvar, cvar, bound, tail_episodes), bound / limit
+
+    found, use = at(1.0)
+    uncalibrated = found.cvar
+    best = replace(found, factor=0.0, cvar=0.0, bound=0.0)
+    broken = math.inf
+    for _ in range(ROUNDS):
+        if use <= 1 and found.factor >= best.factor:
+            best = found
+            if use >= 1 - TOLERANCE or found.factor >= MOST_EXPOSURE:
+                break
+        elif use > 1:
+            broken = min(broken, found.factor)
+        # Aim at the middle of the tolerance, as if losses were proportional to exposure.
+        proposed = found.factor * (1 - TOLERANCE / 2) / use if use > 0 else MOST_EXPOSURE
+        if not best.factor < proposed < broken:
+            proposed = (best.factor + min(broken, MOST_EXPOSURE)) / 2
+        found, use = at(min(proposed, MOST_EXPOSURE))
+    return replace(best, uncalibrated=uncalibrated)
+
+
+def cvar_bound(
+    outcomes: Tensor, alpha: float, level: float, *, block: int, seed: int = 0, resamples: int = RESAMPLES
+) -> float:
+    """Lower confidence bound of CVaR_α of outcomes [n] or [n, k], from circular blocks of `block` rows."""
+    check_range("level", level, low=0.5, high=1, high_open=True)
+    check_count("block", block)
+    rows = _rows(outcomes)
+    count = len(rows)
+    generator = torch.Generator().manual_seed(seed)
+    steps, found = torch.arange(min(block, count)), []
+    for _ in range(resamples):
+        first = torch.randint(count, (math.ceil(count / len(steps)), 1), generator=generator)
+        picked = ((first + steps) % count).flatten()[:count]
+        found.append(cvar_from_samples(rows[picked].flatten(), alpha))
+    return float(torch.stack(found).quantile(1 - level))
+
+
+def _rows(outcomes: Tensor) -> Tensor:
+    rows = outcomes.double().reshape(len(outcomes), -1)
+    if not rows.numel() or not bool(rows.isfinite().all()):
+        raise ConfigError("outcomes: an exposure is calibrated on at least one held-out episode, with finite outcomes")
+    return rows

@@ -1,0 +1,171 @@
+"""The agent of a run: one learner, or several that each leave out a fold, calibrated on what they have not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from tailguard.algorithm.ensemble import Ensemble
+from tailguard.algorithm.learner import Learner
+from tailguard.config import RunConfig
+from tailguard.console import say
+from tailguard.data.prepare import prepare
+from tailguard.data.windows import size_in_bars
+from tailguard.envs.folds import Fold, cut_folds
+from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.trading import TradingEnv
+from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
+from tailguard.evaluate.trained import build_agent
+from tailguard.risk.exposure import Exposure, calibrate_exposure
+from tailguard.runs.folder import MEMBERS, RunFolder
+from tailguard.runs.selection import signed
+from tailguard.runs.training import save_result, train_to_the_end
+from tailguard.runs.validation import Validation
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+
+@dataclass(frozen=True)
+class Member:
+    """A learner, and the fold it does not train on."""
+
+    agent: Learner
+    fold: Fold | None
+    """None where it trains on the whole training part."""
+
+    def held_out(self) -> HeldOutEpisodes:
+        """Overlapping episodes of the fold."""
+        env = trading_env(self.agent)
+        assert self.fold is not None
+        stride = stride_of(len(self.fold.inside), env.episode_length)
+        return HeldOutEpisodes(env.task, spaced_starts(self.fold.inside, stride), stride)
+
+
+class Members:
+    """The learners of a run, built one at a time on the same prepared bars."""
+
+    def __init__(self, config: RunConfig, bars: Bars | MappedBars, seed: int) -> None:
+        self.config, self.seed, self.count = config, seed, config.members
+        names = config.data.features or None
+        self.bars = bars if isinstance(bars, MappedBars) else prepare(bars, names, accounts=config.env.accounts)
+        self.first = build_agent(config, self.bars, seed)
+        self.folds = self._cut()
+        """One for each member; none where a single agent trains on all bars."""
+
+    def _cut(self) -> list[Fold]:
+        if self.count == 1:
+            return []
+        env, panel = trading_env(self.first), self.bars.panel
+        frequency = timedelta(milliseconds=panel.frequency_ms)
+        embargo = size_in_bars("data.embargo", self.config.data.embargo, panel.rows, frequency, low=0)
+        return cut_folds(env, self.count, embargo * panel.frequency_ms)
+
+    def build(self, number: int) -> Member:
+        """The learner with this number, counted from 0, before its training."""
+        agent = self.first if number == 0 else build_agent(self.config, self.bars, self.seed + number)
+        if not self.folds:
+            return Member(agent, None)
+        env, fold = trading_env(agent), self.folds[number]
+        env.starts = fold.outside.to(env.device)
+        return Member(agent, fold)
+
+
+def trading_env(agent: Learner) -> TradingEnv:
+    """The environment of a run's learner, which trades bars."""
+    env: Any = agent.env
+    assert isinstance(env, TradingEnv)
+    return env
+
+
+def train_members(
+    members: Members,
+    run: RunFolder,
+    validation: Validation | None,
+    console: Console,
+    *,
+    resume: bool,
+    again: str,
+    ask: Callable[[str], bool],
+    verbose: bool = False,
+) -> Learner | Ensemble:
+    """Train every learner of a run, calibrate the exposure where there is a limit, and save the result as its agent.
+
+    The arguments are those of `train_to_the_end`. Each of several learners has a folder of its own for its checkpoints,
+    so that an interrupted run resumes with the one that was interrupted.
+    """
+    trained = []
+    for number in range(members.count):
+        member, place = members.build(number), run
+        if member.fold is not None:
+            place = RunFolder(run.path / MEMBERS / str(number))
+            place.path.mkdir(parents=True, exist_ok=True)
+            resume = place.metrics_path.exists()
+            first, last = (_day(moment) for moment in (member.fold.first_ms, member.fold.last_ms))
+            say(console, f"member   {number + 1} of {members.count}, trained without {first} to {last}")
+        train_to_the_end(
+            member.agent,
+            members.config,
+            place,
+            validation,
+            console,
+            resume=resume,
+            again=again,
+            ask=ask,
+            verbose=verbose,
+        )
+        trained.append(member)
+    agent = _result(trained, validation, members.config, console)
+    save_result(agent, run, again)
+    return agent
+
+
+def _result(
+    members: Sequence[Member], validation: Validation | None, config: RunConfig, console: Console
+) -> Learner | Ensemble:
+    """The learners as one agent, at an exposure that keeps the limit on what they have not seen."""
+    agents, risk = [member.agent for member in members], config.risk
+    if risk.limit is None or risk.confidence == 0:
+        return agents[0] if len(agents) == 1 else Ensemble(agents)
+    parts: list[tuple[HeldOutEpisodes, Sequence[Learner]]] = [
+        (member.held_out(), [member.agent]) for member in members if member.fold is not None
+    ]
+    # No member has trained on the validation part, so that it shows the tail of their mean.
+    parts += [] if validation is None else [(part, agents) for part in validation.parts]
+    if not parts:
+        say(console, "note     no bars are held out, so that the exposure stays as it was learned")
+        return Ensemble(agents)
+
+    def outcomes_at(exposure: float) -> Tensor:
+        return torch.cat([part.trade(Ensemble(traders, exposure), risk.measure).measured for part, traders in parts])
+
+    found = calibrate_exposure(
+        outcomes_at,
+        risk.limit,
+        alpha=risk.alpha,
+        level=risk.confidence,
+        overlap=max(part.overlap for part, _ in parts),
+    )
+    say(console, f"exposure {describe_exposure(found)}")
+    return Ensemble(agents, found)
+
+
+def describe_exposure(found: Exposure) -> str:
+    """The factor with its reason, in words."""
+    tail = f"the worst {100 * found.alpha:g} % of held-out episodes"
+    before, after, bound = (signed(100 * value) for value in (found.uncalibrated, found.cvar, found.bound))
+    return (
+        f"×{found.factor:.2f}: as learned, {tail} made {before} % on average ({found.tail_episodes:.1f} independent "
+        f"episodes in that tail); at ×{found.factor:.2f} they make {after} %, and with {100 * found.level:g} % "
+        f"confidence no less than {bound} %"
+    )
+
+
+def _day(moment_ms: int) -> str:
+    return f"{datetime.fromtimestamp(moment_ms / 1000, UTC):%Y-%m-%d}"
