@@ -78,7 +78,7 @@ class EnvConfig:
     num_envs: int = 256
     """Number of parallel accounts."""
     episode_length: int = 256
-    """Bars in an episode; a multiple of ppo.n_steps keeps episodes from ending inside a training sequence."""
+    """Bars in an episode; a multiple of the learner's n_steps keeps episodes from ending inside a training sequence."""
     accounts: Literal["portfolio", "per_symbol"] = "portfolio"
     """All symbols in one account, or a separate account for each symbol."""
     reward: Reward = "log"
@@ -155,8 +155,8 @@ class RunConfig:
     """Costs, margin and size of the account."""
     env: EnvConfig = field(default_factory=EnvConfig)
     """The trading environment."""
-    learner: LearnerKind = "ppo"
-    """What trains the agent: ppo, or pathwise, which learns by gradients through the market."""
+    learner: LearnerKind = "pathwise"
+    """What trains the agent: pathwise, by gradients through the market, or ppo, recurrent distributional PPO."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
     """Recurrent distributional PPO and its network; read where the learner is ppo."""
     pathwise: PathwiseConfig = field(default_factory=PathwiseConfig)

@@ -448,11 +448,18 @@ def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
         make(bars, clip_range=0.2)
 
 
-def test_whole_episodes_are_one_setting(bars: tg.Bars) -> None:
-    learner = make(bars, n_steps=0)
-    assert learner.config.n_steps == 32
-    learner.iterate()
-    assert learner.num_timesteps == 32 * 16
+def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
+    """The gradient of an episode's tail is exact only through all of its bars; nothing of it comes after them."""
+    whole = make(bars, BUDGET, n_steps=0)
+    assert (whole.config.n_steps, whole.config.critic_epochs) == (32, 0)
+    whole.iterate()
+    assert whole.num_timesteps == 32 * 16
+    without = make(bars, n_steps=0)
+    assert (without.config.n_steps, without.config.critic_epochs) == (16, 1)
+    on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0)
+    assert on_bars.config.n_steps == 16
+    given = make(bars, BUDGET, n_steps=8, critic_epochs=2)
+    assert (given.config.n_steps, given.config.critic_epochs) == (8, 2)
 
 
 def test_a_window_that_is_not_finite_stops_the_run_or_is_left_out(bars: tg.Bars) -> None:

@@ -95,6 +95,6 @@ def test_weights_of_one_account_are_those_of_many(allow_short: bool, assets: int
     market = build_market(bars, MarketConfig(leverage=1.7, allow_short=allow_short), dtype=torch.float64)
     task = TradingTask(market, torch.zeros(50, 0), (), episode_length=10)
     actions = torch.rand(200, assets, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
-    one_by_one = [task.weights_of_one(action.tolist()) for action in actions]
+    one_by_one = [task.weights_of_one(action.tolist(), 7) for action in actions]
     np.testing.assert_allclose(one_by_one, task.to_weights(actions), rtol=1e-15)
-    assert np.isnan(task.weights_of_one([float("nan")] * assets)).all()
+    assert np.isnan(task.weights_of_one([float("nan")] * assets, 7)).all()

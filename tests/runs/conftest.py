@@ -21,6 +21,7 @@ SMALL = (
     "data.embargo=1d",
     "env.num_envs=8",
     "env.episode_length=32",
+    "learner=ppo",
     "ppo.n_steps=16",
     "ppo.minibatch_size=64",
     "ppo.epochs=1",

@@ -127,7 +127,7 @@ def cvar_bound(
 
 
 def _rows(outcomes: Tensor) -> Tensor:
-    rows = outcomes.double().reshape(len(outcomes), -1)
+    rows = outcomes.double().flatten(1) if outcomes.dim() > 1 else outcomes.double().unsqueeze(1)
     if not rows.numel() or not bool(rows.isfinite().all()):
         raise ConfigError("outcomes: an exposure is calibrated on at least one held-out episode, with finite outcomes")
     return rows

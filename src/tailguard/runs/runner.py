@@ -57,7 +57,7 @@ class RunResult:
     standing: Standing
     """On the test period: the agent, the baselines, and the optimum if it is known."""
 
-    has_budget: bool
+    has_budget: bool = False
     """Whether the run had a limit."""
 
     @property
