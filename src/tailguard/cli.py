@@ -290,7 +290,7 @@ def main() -> None:
             typer.echo(str(error), err=True)
             sys.exit(1 if isinstance(error, RunError) else 2)
         except OSError as error:
-            # A full or read-only disk. Checkpoints handle this error themselves, with their own message.
+            # A full or read-only disk. Training reports this error itself and says how to resume.
             typer.echo(f"{error.filename or 'the disk'}: {error.strerror or error}", err=True)
             sys.exit(1)
 
