@@ -41,7 +41,7 @@ def test_all_parts_are_measured_beside_the_peer() -> None:
         own, *_, ratio = figures(row(text, name))
         assert ratio == pytest.approx(own / peer, rel=0.05)
     assert "sb3-contrib as people run it, 2 × 128, 32" in text
-    assert ("no CUDA device here" in text) != torch.cuda.is_available()
+    assert ("no CUDA device found" in text) != torch.cuda.is_available()
 
 
 def test_without_the_peer_it_says_what_is_missing_and_measures_the_rest() -> None:

@@ -224,7 +224,7 @@ def test_each_symbol_in_accounts_of_its_own_from_training_to_the_report(tmp_path
     assert both["agent"]["total_return"] == pytest.approx(np.mean(alone, axis=0)[-1] - 1)
     one = json.loads(run("backtest", tmp_path / "run", "--symbol", "SYN02", "--json", "-"))["results"]
     assert one["agent"]["total_return"] == pytest.approx(alone[1][-1] - 1)
-    with pytest.raises(ConfigError, match="one symbol an account; choose one of SYN01, SYN02 with --symbol SYN01"):
+    with pytest.raises(ConfigError, match="one symbol per account; choose one of SYN01, SYN02 with --symbol SYN01"):
         run("report", tmp_path / "run")
     assert run("report", tmp_path / "run", "--symbol", "SYN02").startswith("verdict  ")
 
@@ -286,7 +286,7 @@ def test_walk_forward_is_trained_shown_and_taken_up_again(tmp_path: Path, monkey
     again = CliRunner().invoke(tailguard_app, command)
     assert again.output.count("is finished:") == 2
     assert again.output.splitlines()[-5:] == first.output.splitlines()[-5:]
-    with pytest.raises(ConfigError, match="belong to --walk-forward"):
+    with pytest.raises(ConfigError, match="require --walk-forward"):
         CliRunner().invoke(tailguard_app, ["train", "--folds", "3"], catch_exceptions=False)
     with pytest.raises(ConfigError, match="folds: 1 is out of range"):
         CliRunner().invoke(tailguard_app, ["train", "--walk-forward", "--folds", "1"], catch_exceptions=False)

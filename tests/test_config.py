@@ -179,7 +179,7 @@ def test_settings_of_a_run_are_compared_with_those_it_was_begun_with(tmp_path: P
     seal.write_bytes(seal_settings(RunConfig()))
     assert load_run_config(path) == RunConfig()
     path.write_text(to_yaml(RunConfig()).replace("gamma: 0.99", "gamma: 0.5", 1))
-    with pytest.raises(ConfigError, match=r"changed since the run began \(ppo\.gamma was 0\.99 and is 0\.5\)"):
+    with pytest.raises(ConfigError, match=r"changed since the run started \(ppo\.gamma was 0\.99 and is 0\.5\)"):
         load_run_config(path)
     path.write_text(to_yaml(RunConfig()).replace("total_timesteps: 2000000", "total_timesteps: 3000000"))
     config = load_run_config(path)

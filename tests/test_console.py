@@ -49,7 +49,7 @@ def test_a_name_may_have_parts_but_not_lie_within_a_run(tmp_path: Path, monkeypa
     assert _run_folder("btc/wide") == Path("runs/btc/wide")
     Path("runs/btc").mkdir(parents=True)
     Path("runs/btc/config.yaml").write_text("")
-    with pytest.raises(ConfigError, match="runs/btc is a run of its own"):
+    with pytest.raises(ConfigError, match="runs/btc is itself a run"):
         _run_folder("btc/wide")
 
 

@@ -30,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 data = typer.Typer(
-    help="Bars: check them, make synthetic ones, fetch them from an exchange, prepare them for training from disk.",
+    help="Check bars, make synthetic ones, fetch them from an exchange, or prepare them for training from disk.",
     no_args_is_help=True,
 )
 app.add_typer(data, name="data")
@@ -45,7 +45,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -94,7 +94,7 @@ def train(
 ) -> None:
     """Train an agent on bars and evaluate it on the test part. Without bars: a synthetic market.
 
-    Ctrl-C saves and stops; the same command, or --resume, continues exactly where it stopped.
+    Ctrl-C saves a checkpoint and stops; the same command, or --resume, resumes exactly where it stopped.
     """
     from rich.console import Console
 
@@ -107,7 +107,7 @@ def train(
 
     if resume is not None:
         if config or bars or overrides or name:
-            raise ConfigError(f"--resume {resume}: the run continues with its own settings; give no others")
+            raise ConfigError(f"--resume {resume}: the run resumes with its own settings; remove the other settings")
         resume_run(resume, Console(), ask, verbose)
         return
     given = list(overrides or [])
@@ -126,7 +126,7 @@ def train(
             ask,
         )
     elif folds is not None or seeds is not None or expanding:
-        raise ConfigError("--folds, --seeds and --expanding belong to --walk-forward; add it, or leave them out")
+        raise ConfigError("--folds, --seeds and --expanding require --walk-forward; add it or remove them")
     else:
         train_run(settings, folder, Console(), ask=ask, verbose=verbose)
 
@@ -140,7 +140,8 @@ app.command()(cli_bench.bench)
 @app.command("config")
 def show_config(
     section: Annotated[
-        str | None, typer.Argument(help="Only this section: data, market, env, ppo, risk or training.")
+        str | None,
+        typer.Argument(help="Only this section: data, market, env, learner, ppo, pathwise, risk or training."),
     ] = None,
 ) -> None:
     """Print the default config with a description of each setting. Redirect it to a file as a starting point."""
@@ -165,7 +166,7 @@ def data_check(
         Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
     ] = "base",
 ) -> None:
-    """Check that bars can be trusted and suffice to train with default settings.
+    """Check that bars are valid and sufficient for training with default settings.
 
     Exit status 0: yes; 1: a check failed; 2: the files cannot be read.
     """
@@ -179,7 +180,7 @@ def data_check(
 
     if len(files) == 1 and is_prepared_market(files[0]):
         open_market(files[0]).verify()
-        typer.echo(f"{files[0]}: a prepared market; every file is intact")
+        typer.echo(f"{files[0]}: a prepared market; all files are intact")
         return
     source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
     report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
@@ -201,7 +202,7 @@ def data_check(
 @data.command("prepare")
 def data_prepare(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; train on it with --data OUT.")],
-    config: Annotated[Path | None, typer.Argument(help="YAML settings of the later runs.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML settings of the runs that will use it.")] = None,
     bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, as for train.")
@@ -209,9 +210,9 @@ def data_prepare(
     rows: Annotated[int | None, typer.Option(help="Bars in memory at a time. Default: 262,144.")] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Replace an existing prepared market.")] = False,
 ) -> None:
-    """Check bars, split them and compute features once, for training from disk: they may be larger than memory.
+    """Check bars, split them and compute features once, for training from disk on bars larger than memory.
 
-    The split, the features and the costs that depend on volume are those of the settings; runs must use the same.
+    The split, the features and the volume-dependent costs come from the settings; runs must use the same ones.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -258,12 +259,12 @@ def data_make(
 
 @data.command("fetch")
 def data_fetch(
-    exchange: Annotated[str, typer.Argument(help="The exchange's name in ccxt, like binance.")],
+    exchange: Annotated[str, typer.Argument(help="Name of the exchange in ccxt, like binance.")],
     symbol: Annotated[str, typer.Argument(help="BTC/USDT is spot, BTC/USDT:USDT the perpetual.")],
     timeframe: Annotated[str, typer.Argument(help="Length of a bar, like 1h.")],
     out: Annotated[Path, typer.Option(help="Parquet file to create or to extend.")],
     start: Annotated[str, typer.Option(help="First bar: 2021-01-31, 2021-01-31T08:00 (UTC), or how long ago: 90d.")],
-    stop: Annotated[str, typer.Option(help="End, not included: the same, or now.")] = "now",
+    stop: Annotated[str, typer.Option(help="End, not included: same formats, or now.")] = "now",
 ) -> None:
     """Fetch bars from an exchange. The same command continues an interrupted download or extends a finished one."""
     from tailguard.data.fetch import FetchError, fetch
@@ -277,36 +278,36 @@ def data_fetch(
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one message and exit status 2, never a traceback."""
+    """Entry point: a user error gives one message and exit status 2, never a traceback."""
     with steady_output():
         try:
             with told_when_out_of_memory(
-                "Make env.num_envs, ppo.n_steps, ppo.minibatch_size or the network smaller; bars that do not fit are "
-                "trained on from disk: tailguard data prepare"
+                "Reduce env.num_envs, ppo.n_steps, ppo.minibatch_size or the network; for bars that do not fit, train "
+                "from disk: tailguard data prepare"
             ):
                 app()
         except TailguardError as error:
             typer.echo(str(error), err=True)
             sys.exit(1 if isinstance(error, RunError) else 2)
         except OSError as error:
-            # A disk that is full or read-only; what must not be lost has a message of its own, and names the way out.
+            # A full or read-only disk. Training reports this error itself and says how to resume.
             typer.echo(f"{error.filename or 'the disk'}: {error.strerror or error}", err=True)
             sys.exit(1)
 
 
 def _run_folder(name: str) -> Path:
-    """The folder of a run by its name; a name may have parts, as btc/wide, and stays within runs/."""
+    """The folder of a run by its name, which may have parts, like btc/wide, but stays within runs/."""
     parts = name.split("/")
     odd = any(part in ("", ".", "..", RUNS) or not part.isprintable() for part in parts)
     if odd or name.startswith("~"):
-        raise ConfigError(f"--name {name!r}: the run's folder is runs/NAME; choose a plain name, as btc or btc/wide")
+        raise ConfigError(f"--name {name!r}: the run's folder is runs/NAME; choose a plain name, like btc or btc/wide")
     folder = Path(RUNS, *parts)
     for above in folder.parents:
         if (above / "config.yaml").exists() or (above / "walk_forward.json").exists():
-            raise ConfigError(f"--name {name}: {above} is a run of its own; choose a name outside of it")
+            raise ConfigError(f"--name {name}: {above} is itself a run; choose a name outside it")
     return folder
 
 
 def _path_setting(bars: Path) -> str:
-    """--data as a setting; quoted, since YAML would take a path such as `1.5` or `[a]` for something else."""
+    """--data as a setting; quoted, since YAML would not read a path such as `1.5` or `[a]` as text."""
     return f"data.path={json.dumps(str(bars))}"

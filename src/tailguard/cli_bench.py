@@ -37,12 +37,14 @@ def bench(
     max_envs: Annotated[
         int, typer.Option(help="Limit every shape to this many environments, for a small machine.")
     ] = 32_768,
-    threads: Annotated[int | None, typer.Option(help="CPU threads for training. Default: torch's own choice.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads for training. Default: PyTorch's own choice.")
+    ] = None,
 ) -> None:
-    """Measure how fast this machine simulates and trains: about a minute, a few with a GPU.
+    """Measure how fast this machine simulates and trains. Takes about a minute, a few with a GPU.
 
-    Candidates take turns and figures are medians, but other load on the machine still costs: let nothing else run. If
-    sb3-contrib is installed, its RecurrentPPO is measured beside. The files in benchmarks/ measure more, and longer.
+    Candidates alternate and results are medians, but other load still distorts them: run nothing else meanwhile. If
+    sb3-contrib is installed, its RecurrentPPO is measured too. The scripts in benchmarks/ take longer and measure more.
     """
     from tailguard.validate import check_count
 
@@ -76,7 +78,7 @@ def bench(
         elif torch.cuda.is_available():
             console.print(_gpu(prepared, turns, max_envs, console))
         else:
-            say(console, "gpu      no CUDA device here; nothing measured")
+            say(console, "gpu      no CUDA device found; nothing measured")
 
 
 def _machine(threads: int) -> str:
@@ -109,7 +111,7 @@ def _simulator(prepared: PreparedBars, repeats: int, max_envs: int, console: Con
 
 
 def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Console) -> Table:
-    """Our learner on the CPU, beside sb3-contrib's where there is one."""
+    """Our learner on the CPU, next to sb3-contrib's if it is installed."""
     from tailguard.bench.training import AS_PEOPLE_RUN_IT, DEFAULTS, EPOCHS, EQUAL, EVERYTHING, UNITS, ours
 
     equal, defaults, few = (shape.at_most(max_envs) for shape in (EQUAL, DEFAULTS, AS_PEOPLE_RUN_IT))
@@ -122,7 +124,8 @@ def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Consol
     if find_spec("sb3_contrib") is None:
         say(
             console,
-            "peer     sb3-contrib is not installed, so there is no comparison. pip install 'tailguard[dev]' has it",
+            "peer     sb3-contrib is not installed, so there is no comparison. "
+            "To install it: pip install 'tailguard[dev]'",
         )
     else:
         from tailguard.bench.stable_baselines import peer
@@ -145,7 +148,7 @@ def _gpu(prepared: PreparedBars, turns: int, max_envs: int, console: Console) ->
         f"graph, {large}": partial(on_gpu, large, runtime="graph"),
         f"graph, all on, {large}": partial(on_gpu, large, runtime="graph", **EVERYTHING),
     }
-    # Two iterations run as they are, and the next one is recorded.
+    # Two iterations run eagerly, and the next one is captured.
     return _speeds(f"training on the GPU, LSTM 128, {EPOCHS} epochs", [group], turns, "gpu", console, warm_up=4)
 
 

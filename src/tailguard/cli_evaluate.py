@@ -34,11 +34,11 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished r
 Trials = Annotated[
     int | None,
     typer.Option(
-        help="Configurations tried on the way to this run; the luck of the best is taken off. Default: those that "
-        "trials.jsonl beside the run's folder has for these bars."
+        help="Number of configurations tried, for the deflated Sharpe ratio. Default: the entries for these bars in "
+        "trials.jsonl beside the run's folder."
     ),
 ]
-Symbol = Annotated[str | None, typer.Option(help="Trade this symbol alone, for an agent that trades one an account.")]
+Symbol = Annotated[str | None, typer.Option(help="Trade only this symbol, for an agent with one symbol per account.")]
 
 
 def backtest(
@@ -56,14 +56,16 @@ def backtest(
         float, typer.Option(help="Noise on the agent's features, in standard deviations of each: 0.1.")
     ] = 0.0,
     csv: Annotated[
-        Path | None, typer.Option(help="Write every bar of the agent: equity, weights, costs. .csv or .parquet.")
+        Path | None,
+        typer.Option(help="Write the agent's equity, weights and costs for every bar to a .csv or .parquet file."),
     ] = None,
     json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write all metrics as JSON; - prints only them.")
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write all metrics as JSON; - prints them and nothing else."),
     ] = None,
     trials: Trials = None,
 ) -> None:
-    """Trade bars with a run's agent and show it beside the baselines, net of all costs."""
+    """Backtest a run's agent and compare it with the baselines, net of all costs."""
     from rich.console import Console
 
     from tailguard.data.storage import check_writable, write_frame
@@ -105,13 +107,13 @@ def report(
     symbol: Symbol = None,
     limit: Annotated[
         float | None,
-        typer.Option(help="Judge by this risk budget: -0.04 allows the worst windows to lose 4 % on average."),
+        typer.Option(help="Evaluate this risk budget: -0.04 allows the worst windows to lose 4 % on average."),
     ] = None,
     alpha: Annotated[float, typer.Option(help="Share of worst windows that the limit applies to.")] = 0.05,
     horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
     outcome: Annotated[
         Literal["return", "drawdown"],
-        typer.Option(help="What the limit is on: the return of a window, or its maximum drawdown."),
+        typer.Option(help="What the limit applies to: the return of a window, or its maximum drawdown."),
     ] = "return",
     trials: Trials = None,
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
@@ -120,7 +122,7 @@ def report(
         bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns as CSV files.")
     ] = False,
 ) -> None:
-    """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. It needs no network."""
+    """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. The page works offline."""
     from rich.console import Console
 
     from tailguard.evaluate.report import check_place, write_report
@@ -142,7 +144,7 @@ def report(
     check_place(path)
     exports = [(suffix, save) for suffix, wanted, save in ((".pdf", pdf, save_pdf), (".png", png, save_png)) if wanted]
     if exports:
-        find_browser()  # better missed before the work than after it
+        find_browser()  # a missing browser is an error before the work, not after it
     console = Console()
     opened = open_run(run)
     _one_account(opened.agent, opened.split.test, symbol)
@@ -164,7 +166,7 @@ def report(
 
 
 def report_after_training(result: RunResult, console: Console) -> None:
-    """Write the report of a run that has just ended, with the backtests that it has shown."""
+    """Write the report of a run that has just finished, reusing its backtests."""
     from tailguard.evaluate.report import write_report
     from tailguard.evaluate.report.collect import collect, work_ahead
     from tailguard.evaluate.report.verdict import judge, sharpe_in_words
@@ -182,7 +184,7 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Folders of finished runs.")],
     out: Annotated[Path, typer.Option(help="HTML file with all equity curves in one chart.")] = Path("compare.html"),
 ) -> None:
-    """Show runs side by side: figures, how sure the difference is, the settings that differ, and a chart."""
+    """Compare runs: metrics, significance of the difference, settings that differ, and a chart."""
     from rich.console import Console
 
     from tailguard.evaluate.compare import compare_runs, comparison_page, print_comparison
@@ -198,7 +200,7 @@ def compare(
 
 
 def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, ask: Callable[[str], bool]) -> None:
-    """Train and test fold by fold, show the result and write its page; the same call resumes an interrupted one."""
+    """Train and test fold by fold, print the result and write its page; the same call resumes an interrupted one."""
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
     from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
@@ -211,11 +213,12 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
         with RunFolder(folder).claimed():
             walked = run_walk_forward(config, bars, folder, plan, console, ask=ask)
     except KeyboardInterrupt:
-        say(console, f"stopped  finished folds are kept in {folder}; the same command continues with the others")
+        say(console, f"stopped  finished folds are kept in {folder}; the same command resumes with the others")
         raise typer.Exit(130) from None
     except OSError as error:
         raise RunError(
-            f"{error.filename or folder}: {error.strerror}. Finished folds are kept; make room and go on"
+            f"{error.filename or folder}: {error.strerror}. Finished folds are kept; free disk space and run the same "
+            "command again"
         ) from error
     console.print()
     print_walk_forward(walked, console)
@@ -226,7 +229,7 @@ def walk_forward(config: RunConfig, folder: Path, plan: Plan, console: Console, 
 
 @contextmanager
 def shown_steps(label: str, total: int, console: Console) -> Iterator[Callable[[str], None]]:
-    """Show which of `total` steps is under way; the function given is called with a step's name when it begins."""
+    """Show which of `total` steps is running; call the yielded function with a step's name when it starts."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -251,13 +254,13 @@ class _Backtests:
     title: str
     standing: Standing
     trials: TrialCount | None
-    """None on bars that no trial was chosen by."""
+    """None on bars that were not used to choose between trials."""
     seen: Overlap
-    """What the run has seen of the bars."""
+    """Which of the bars the run has seen."""
 
     @property
     def skill(self) -> SharpeEvidence | None:
-        """None also where the agent may have learned the bars by heart."""
+        """None also where the agent was trained or selected on the bars."""
         from tailguard.evaluate.significance import sharpe_evidence
 
         if self.trials is None or not self.seen.honest:
@@ -267,7 +270,7 @@ class _Backtests:
         return sharpe_evidence(own.net, own.bars_per_year, trials=tried.count, trial_sharpes=tried.sharpes)
 
     def lines(self) -> list[str]:
-        """What stands below the table."""
+        """The lines below the table."""
         from tailguard.evaluate.report.verdict import budget_in_words, probability
 
         lines, skill = [], self.skill
@@ -283,7 +286,7 @@ class _Backtests:
         return lines
 
     def figures(self) -> dict[str, Any]:
-        """All of it as JSON takes it; what is not a number is null."""
+        """Everything as JSON values; NaN and infinity become null."""
         skill = self.skill
         return {
             "trials": None if self.trials is None else self.trials.count,
@@ -314,7 +317,7 @@ def _backtests(
     trials: int | None,
     console: Console,
 ) -> _Backtests:
-    """The agent under the stress and the baselines under its costs, with the budget that the run was trained under."""
+    """The stressed agent and the baselines with the same costs, and the budget that the run was trained with."""
     from tailguard.evaluate.notes import baseline_notes
     from tailguard.evaluate.overlap import Overlap, overlap_of, overlap_with_run
     from tailguard.evaluate.report.collect import trials_of
@@ -330,7 +333,7 @@ def _backtests(
         agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net of costs"
     elif split is not None:
         raise ConfigError(
-            f"--split {split}: names a part of the run's own bars; --data {data} gives others. Choose one"
+            f"--split {split}: names a part of the run's own bars, but --data {data} gives other bars. Choose one"
         )
     else:
         agent, bars, title = load_agent(folder), _other_bars(data, folder, symbol), f"{data.name}, net"
@@ -353,9 +356,9 @@ def _backtests(
 
 
 def _one_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
-    """The bars of the symbols that the agent can trade in one account, of one alone if it is named.
+    """The bars of the symbols that the agent can trade in one account; only those of `symbol` if it is given.
 
-    `pool`: several accounts side by side will do, for an agent that trades each symbol in one of its own.
+    `pool`: also accept several accounts side by side, for an agent with one account per symbol.
     """
     if symbol is not None:
         bars = bars.select(symbol)
@@ -367,13 +370,13 @@ def _one_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, pool
     side_by_side = pool and agent.spec is not None and agent.spec.accounts == "per_symbol"
     if not known and len(bars.symbols) > 1 and not side_by_side:
         raise ConfigError(
-            f"the agent trades one symbol an account; choose one of {found} with --symbol {bars.symbols[0]}"
+            f"the agent trades one symbol per account; choose one of {found} with --symbol {bars.symbols[0]}"
         )
     return bars
 
 
 def _other_bars(path: Path, folder: Path, symbol: str | None) -> Bars:
-    """Bars from elsewhere, of the symbols that the run names."""
+    """Bars from another source, of the symbols in the run's settings."""
     from tailguard.data.sources import load_bars
     from tailguard.evaluate.trained import run_config
 

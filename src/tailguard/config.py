@@ -44,11 +44,11 @@ class DataConfig:
     """Which bars to use and how to split them by time."""
 
     path: str | None = None
-    """File or folder of bars; null: a synthetic market, for trying things out."""
+    """File or folder of bars; null: a synthetic market, to try Tailguard without data."""
     symbols: tuple[str, ...] = ()
     """Symbols to use; empty: all of them."""
     gaps: Literal["error", "split"] = "error"
-    """Missing bars: an error, or a split, so that no episode crosses a gap."""
+    """Missing bars: an error, or a split into segments, so that no episode crosses a gap."""
     volume_unit: Literal["base", "quote"] = "base"
     """What the volume column counts: coins (base) or money (quote)."""
     validation: float | str = 0.15
@@ -125,7 +125,7 @@ class TrainingConfig:
     checkpoint_steps: int = 0
     """Environment steps between two checkpoints; 0: a twentieth of the run. A new best score is saved at once."""
     checkpoint_minutes: float = 10.0
-    """Longest time without a checkpoint, in minutes."""
+    """Maximum time between two checkpoints, in minutes."""
     keep_checkpoints: int = 3
     """Number of newest checkpoints to keep; the best on the validation part is kept as well."""
 
@@ -147,7 +147,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything about a run."""
+    """All settings of a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """Which bars to use and how to split them by time."""
@@ -156,13 +156,13 @@ class RunConfig:
     env: EnvConfig = field(default_factory=EnvConfig)
     """The trading environment."""
     learner: LearnerKind = "pathwise"
-    """What trains the agent: pathwise, by gradients through the market, or ppo, recurrent distributional PPO."""
+    """Learning algorithm: pathwise, which uses gradients through the market, or ppo."""
     ppo: PPOConfig = field(default_factory=PPOConfig)
-    """Recurrent distributional PPO and its network; read where the learner is ppo."""
+    """Recurrent distributional PPO and its network; used when learner is ppo."""
     pathwise: PathwiseConfig = field(default_factory=PathwiseConfig)
-    """Gradients through the market and the network; read where the learner is pathwise."""
+    """Gradients through the market and the network; used when learner is pathwise."""
     risk: RiskConfig = field(default_factory=RiskConfig)
-    """A budget for the tail of the outcomes."""
+    """The tail-risk (CVaR) budget."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
 
@@ -171,13 +171,13 @@ class RunConfig:
 
     @property
     def chosen(self) -> LearnerConfig:
-        """The settings of the learner that is chosen, as the environment and the budget complete them."""
+        """The settings of the chosen learner, completed by the environment and the budget."""
         given = self.pathwise if self.learner == "pathwise" else self.ppo
         return given.completed(self.risk, self.env.episode_length)
 
     @property
     def members(self) -> int:
-        """Agents that are trained."""
+        """Number of agents to train."""
         return self.training.members or (DEFAULT_MEMBERS if self.risk.limit is not None else 1)
 
 
@@ -201,8 +201,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
     try:
         return _build(settings, source)
     except ConfigError:
-        # A setting may be right only together with a later one, so nothing is refused before; but what is wrong now is
-        # the fault of the first step from which on it was wrong.
+        # A setting may be valid only together with a later one, so settings are checked after the last step. The error
+        # then names the first step from which on they are invalid.
         for source, so_far in reversed(steps):
             try:
                 _build(so_far, source)
@@ -218,36 +218,36 @@ MAY_CHANGE = (
     *(f"training.{name}" for name in ("total_timesteps", "patience", "device", "threads")),
     *(f"training.{name}" for name in ("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints")),
 )
-"""Settings of a run that its owner may edit after it began: where, how long and how safely, not what is learned."""
+"""Settings that may be edited after a run has started: data location, length, device and checkpoints."""
 BEGUN = "settings.json"
-"""Beside a run's config.yaml: the settings it was begun with, and their SHA-256."""
+"""File beside a run's config.yaml: the settings that the run was started with, and their SHA-256."""
 
 
 def seal_settings(config: RunConfig) -> bytes:
-    """The settings as a run keeps them, to tell an edited or damaged config.yaml from its own."""
+    """The settings as a run stores them, to detect an edited or damaged config.yaml."""
     settings = to_dict(config)
     return (json.dumps({"settings": settings, "sha256": _digest(settings)}, indent=1) + "\n").encode()
 
 
 def load_run_config(path: Path) -> RunConfig:
-    """The settings in a run's config.yaml; refuses those that are no longer what the run was begun with."""
+    """The settings in a run's config.yaml; raises if they differ from those that the run was started with."""
     config = load_config(path)
     refused = [key for key in edited_settings(path, config) if key not in MAY_CHANGE]
     if refused:
         shown = "; ".join(difference for key, difference in edited_settings(path, config).items() if key in refused)
         raise ConfigError(
-            f"{path}: changed since the run began ({shown}). Bring these settings back; to train with others, begin a "
+            f"{path}: changed since the run started ({shown}). Restore these settings; to train with others, start a "
             f"new run: tailguard train {shlex.quote(str(path))} --name NEW"
         )
     return config
 
 
 def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
-    """How settings differ from those that the run of this config.yaml was begun with, by their names."""
+    """Differences from the settings that the run of this config.yaml was started with, by name."""
     seal = path.with_name(BEGUN)
-    if not seal.exists():  # of a run of an earlier version
+    if not seal.exists():  # runs of earlier versions have none
         return {}
-    way_out = f"If {path.name} is as it was when the run began, remove {seal} and go on"
+    way_out = f"If {path.name} has not changed since the run started, delete {seal} and try again"
     try:
         found = json.loads(read_plain(seal))
         begun, stated = found["settings"], found["sha256"]
@@ -262,7 +262,7 @@ def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that are not what they were, by their names, as `ppo.gamma was 0.99 and is 0.5`."""
+    """Settings that have changed, by name, as `ppo.gamma was 0.99 and is 0.5`."""
     before, after = dict(flat_settings(then)), dict(flat_settings(now))
     return {
         key: f"{key} was {_short(before.get(key))} and is {_short(after.get(key))}"
@@ -272,7 +272,7 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its whole name, as `ppo.gamma`."""
+    """Every setting by its full name, as `ppo.gamma`."""
     for name, value in settings.items():
         if isinstance(value, dict):
             yield from flat_settings(value, f"{prefix}{name}.")
@@ -287,7 +287,7 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: RunConfig, section: str | None = None) -> str:
-    """The settings as YAML, each with its sentence as a comment."""
+    """The settings as YAML, each with its description as a comment."""
     if section is not None and section not in to_dict(config):
         raise ConfigError(_unknown(section, to_dict(config), section, "tailguard config"))
     lines: list[str] = []
@@ -304,7 +304,7 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
 
 @functools.cache
 def field_docs(kind: type) -> Mapping[str, str]:
-    """The sentence under each field of a dataclass, read from its source; inherited fields have their parent's."""
+    """The docstring under each field of a dataclass, read from its source; inherited fields have their parent's."""
     docs: dict[str, str] = {}
     for parent in kind.__bases__:
         if dataclasses.is_dataclass(parent):
@@ -355,7 +355,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, a few lines of which stand for gigabytes.
+    """YAML without aliases, which can expand a few lines to gigabytes.
 
     Only true and false are booleans, as in YAML 1.2: `off` is a choice of several settings.
     """
@@ -377,7 +377,7 @@ _PlainLoader.add_implicit_resolver(BOOLEAN, re.compile(r"(true|True|TRUE|false|F
 
 
 def _parse_yaml(text: str, what: str) -> Any:
-    """The value; whatever is wrong with the text is a `ConfigError` that begins with `what`."""
+    """The parsed value; any fault in the text is a `ConfigError` that starts with `what`."""
     loader = None
     try:
         loader = _PlainLoader(text)
@@ -394,7 +394,7 @@ def _parse_yaml(text: str, what: str) -> Any:
 
 
 def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
-    """Put given values over the settings, in place; every key must be there already."""
+    """Overwrite settings with the given values, in place; every key must exist already."""
     for name, value in given.items():
         key = f"{prefix}{name}"
         if name not in settings:
@@ -409,7 +409,7 @@ def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, pref
 
 
 def _as_count(value: Any) -> Any:
-    """1e6 where a whole number belongs: YAML takes it for text."""
+    """Accept 1e6 for a whole number: YAML reads it as text."""
     if not isinstance(value, str):
         return value
     try:

@@ -305,8 +305,10 @@ def test_a_limit_that_cannot_be_met(bars: Any) -> None:
     metrics = run(learner, 25)
     (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "risk_infeasible"]
     assert metrics["risk/lambda"] == pytest.approx(0.01)
-    assert re.search(r"cap of 0.01, and the last outcomes' CVaR is -\d+\.\d\d ± \d+\.\d\d % \(mean [+-]\d", alarm.what)
-    assert alarm.what.endswith("against a limit of -0.01 %. So far the limit cannot be met.")
+    assert re.search(
+        r"cap of 0.01, and the CVaR of recent outcomes is -\d+\.\d\d ± \d+\.\d\d % \(mean [+-]\d", alarm.what
+    )
+    assert alarm.what.endswith("against a limit of -0.01 %. So far training has not met the limit.")
 
 
 def test_a_limit_broken_within_the_error_of_the_measurement_is_not_called_infeasible() -> None:
@@ -368,7 +370,7 @@ def test_learn_says_it_in_words(bars: Any, caplog: pytest.LogCaptureFixture) -> 
     with caplog.at_level(logging.WARNING, "tailguard"):
         learner.learn(8 * 16 * 8)
     (record,) = caplog.records
-    assert record.message.startswith("alarm entropy_collapsed at 640 steps: the policy's entropy is down to")
+    assert record.message.startswith("alarm entropy_collapsed at 640 steps: the policy's entropy has fallen to")
     assert "Usually:" in record.message
     assert record.message.endswith("See docs/alarms#entropy-collapsed")
 
@@ -393,7 +395,7 @@ def test_an_agent_that_has_stopped_learning_says_so() -> None:
     assert "learning_stopped" not in raised(learner)
     metrics = run(learner, 2)
     (alarm,) = [alarm for alarm in learner.alarms if alarm.name == "learning_stopped"]
-    assert "no update was made" in alarm.what
+    assert "no optimiser step was taken" in alarm.what
     assert metrics["warn/learning_stopped"] == 2
     assert metrics["warn/skipped_nonfinite"] == 4
 

@@ -61,7 +61,7 @@ def test_control_c_saves_and_says_how_to_go_on(place: Path) -> None:
     assert words in " ".join(out.split())
     status, message = in_this_process(place, "train", "--resume", "runs/btc", "--set", "ppo.gamma=0.9")
     assert status == 2
-    assert "the run continues with its own settings; give no others" in message
+    assert "the run resumes with its own settings; remove the other settings" in message
 
 
 def begin(place: Path, *arguments: str, **options: Any) -> tuple[subprocess.Popen[str], Path]:
@@ -105,7 +105,7 @@ def test_a_closed_terminal_saves_and_the_run_can_go_on(place: Path) -> None:
     (folder / "config.yaml").write_text(shorter.replace("gamma: 0.99", "gamma: 0.5", 1))
     status, message = in_this_process(place, *resume, "--yes")
     assert status == 2
-    assert "changed since the run began (ppo.gamma was 0.99 and is 0.5)" in message
+    assert "changed since the run started (ppo.gamma was 0.99 and is 0.5)" in message
 
 
 def test_training_goes_on_when_nobody_reads_its_output(tmp_path: Path, small_config) -> None:

@@ -298,8 +298,10 @@ class PathwiseConfig(LearnerConfig):
     n_steps: int = 0
     """Bars in a window that the gradient goes back through, 8 to 64, or the length of an episode; 0: whole episodes
     where a budget is on them, else 16."""
-    learning_rate: float | str = "linear:1e-2:1e-3"
-    """Step size of the policy, a schedule; 1e-3 to 2e-2."""
+    learning_rate: float | str = "linear:2e-2:2e-3"
+    """Step size of the policy, a schedule; 1e-3 to 3e-2."""
+    network: NetworkConfig = field(default_factory=lambda: NetworkConfig(hidden=(32,), lstm_size=32))
+    """Shape of the network. It is small, because gradients through the market learn few years by heart in seconds."""
     critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int | None = None

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from tailguard.data.bars import TIME_TYPE, Bars
 from tailguard.data.frequency import parse_frequency
+from tailguard.data.market_law import MarketLaw as MarketLaw
 from tailguard.data.panel import Float
 from tailguard.data.planted import Optimum, ReturnLaw, best_growth, follow
 from tailguard.data.processes import autoregression, flip_probability, heavy_tailed, price_extremes, two_state
@@ -37,18 +38,19 @@ from tailguard.validate import check_count, check_range
 HOURS_PER_YEAR = 24 * 365.25
 START = datetime(2021, 1, 1, tzinfo=UTC)
 
-# Volatility: sizes are standard deviations of log-volatility, times are relaxation times or mean durations in hours.
-VOLATILITY = 0.65  # per year
+DEFAULT_LAW = MarketLaw()
+VOLATILITY = DEFAULT_LAW.volatility
+
+# Volatility: sizes are standard deviations of log-volatility, times are relaxation times in hours.
 SLOW_SIZE, SLOW_HOURS = 0.32, 720.0
 FAST_SIZE, FAST_HOURS = 0.30, 8.0
 OWN_SIZE, OWN_HOURS = 0.15, 96.0
-CRISIS_FACTOR, CALM_HOURS, CRISIS_HOURS = 2.0, 480.0, 48.0
 SEASON_SIZE, SEASON_PEAK = 0.2, 15.0  # hour of the day, UTC
 
 # Shocks.
-TAIL_INDEX = 5.0
 JUMP_WAIT, JUMP_SIZE = 336.0, 5.0
 LARGEST_MOVE = 0.5  # symmetric, so that the bound leaves the mean alone
+LARGEST_LOG_PRICE = 600.0  # prices and volumes stay within 1e±260; a double holds 1e±308
 GAP_SIZE = 1e-5  # log-move from one close to the next open
 
 # The planted state, and the share of volume bought by takers that shows it; sizes for hourly bars.
@@ -107,8 +109,8 @@ class Noise:
     def uniform(self, stream: Stream) -> Float:
         return self._generator(stream).random(self.bars)
 
-    def student(self, stream: Stream) -> Float:
-        return self._generator(stream).standard_t(TAIL_INDEX, self.bars)
+    def student(self, stream: Stream, tail_index: float) -> Float:
+        return self._generator(stream).standard_t(tail_index, self.bars)
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,13 @@ class SyntheticMarket:
     correlation: float
     hours: float
     """Length of a bar."""
+    market_law: MarketLaw
+    """Parameters of volatility, tails and regimes."""
 
     def law(self) -> ReturnLaw:
         """Law of the next bar's return given the state (−1, then +1), averaged over volatility."""
-        shock, probability = _shock_law(self.hours, self.correlation)
-        drift = _drift(self.signal, self.hours)
+        shock, probability = _shock_law(self.market_law, self.hours, self.correlation)
+        drift = _drift(self.market_law, self.signal, self.hours)
         flip = flip_probability(STATE_HOURS, self.hours)
         return ReturnLaw(
             returns=np.stack([shock - drift, shock + drift]),
@@ -195,42 +199,54 @@ def make_market(
     signal: float = 0.0,
     correlation: float = 0.6,
     start: datetime = START,
+    law: MarketLaw = DEFAULT_LAW,
 ) -> SyntheticMarket:
     """Make `bars` bars for each of `assets` assets.
 
     `signal` is the yearly Sharpe ratio, before costs, of always holding the planted state; 0 plants nothing, and then
-    no strategy has a positive expected return. `correlation` is that of any two assets' returns.
+    no strategy has a positive expected return. `correlation` is that of any two assets' returns. `law` sets their
+    volatility, tails and regimes.
     """
     check_count("bars", bars, low=2)
     check_count("assets", assets)
     check_count("seed", seed, low=0)
     check_range("signal", signal, low=0, high=50)
     check_range("correlation", correlation, low=0, high=0.9)
+    if not isinstance(law, MarketLaw):
+        raise ConfigError(f"law: {law!r} is not a MarketLaw; import it from tailguard.data.synthetic")
     length = parse_frequency(frequency)
     hours = length / timedelta(hours=1)
     if bars > (datetime.max.replace(tzinfo=UTC) - start) / length:
         raise ConfigError(f"bars: {bars:,} bars of {frequency} from {start:%Y-%m-%d} on end after the year 9999")
+    drift = _drift(law, signal, hours)
+    if LARGEST_MOVE + drift >= 1:
+        raise ConfigError(
+            f"signal: {signal:g} at volatility {law.volatility:g} is a drift of {drift:.0%} per bar of {frequency}; "
+            f"it must be less than {1 - LARGEST_MOVE:.0%}, or a bar could lose everything: use shorter bars"
+        )
     time = pl.datetime_range(start, start + (bars - 1) * length, length, eager=True).cast(TIME_TYPE)
 
     shared = Noise(seed, 0, bars)
-    crisis = two_state(shared.uniform(Stream.REGIME), off=CALM_HOURS, on=CRISIS_HOURS, hours=hours)
-    market_volatility = _market_volatility(shared, crisis, time, hours)
-    market_shock = _shock(shared, hours)
+    crisis = two_state(shared.uniform(Stream.REGIME), off=law.calm_hours, on=law.crisis_hours, hours=hours)
+    market_volatility = _market_volatility(law, shared, crisis, time, hours)
+    market_shock = _shock(law, shared, hours)
+    usual = _bar_volatility(law, hours)
     frames, states, volatilities = [], [], []
     for asset in range(assets):
         own = Noise(seed, asset + 1, bars)
         volatility = market_volatility * _own_volatility(own, hours)
-        shock = _mix(market_shock, _shock(own, hours), correlation)
+        shock = _mix(market_shock, _shock(law, own, hours), correlation)
         state = _state(own, hours) if signal > 0 else np.zeros(bars, dtype=np.int8)
-        moves = _moves(volatility, shock, state, _drift(signal, hours))
+        moves = _moves(volatility, shock, state, drift)
         prices = _prices(own, moves, volatility, FIRST_PRICE / 10 ** (asset % 4))
-        activity = _activity(own, prices, volatility, shock, state, hours)
+        activity = _activity(own, prices, volatility / usual, shock, state, hours)
         symbol, segment = pl.lit(f"SYN{asset + 1:02d}"), pl.lit(asset, dtype=pl.Int32)
         frame = pl.DataFrame({"time": time, **prices, **activity})
         frames.append(frame.select(symbol.alias("symbol"), pl.all(), segment.alias("segment")))
         states.append(state)
         volatilities.append(volatility)
-    source = f"synthetic market (seed {seed}, signal {signal:g})"
+    changed = law.describe()
+    source = f"synthetic market (seed {seed}, signal {signal:g}{', ' + changed if changed else ''})"
     return SyntheticMarket(
         bars=Bars(pl.concat(frames), length, source),
         state=np.stack(states, axis=1),
@@ -239,6 +255,7 @@ def make_market(
         signal=float(signal),
         correlation=float(correlation),
         hours=hours,
+        market_law=law,
     )
 
 
@@ -258,25 +275,29 @@ def describe(market: SyntheticMarket) -> str:
     )
 
 
-def _drift(signal: float, hours: float) -> float:
+def _drift(law: MarketLaw, signal: float, hours: float) -> float:
     """Expected return per bar of the weight s. Its deviation is σ̄ per year, so its Sharpe ratio is `signal`."""
-    return signal * VOLATILITY * hours / HOURS_PER_YEAR
+    return signal * law.volatility * hours / HOURS_PER_YEAR
 
 
-def _market_volatility(noise: Noise, crisis: NDArray[np.bool_], time: pl.Series, hours: float) -> Float:
+def _bar_volatility(law: MarketLaw, hours: float) -> float:
+    """Standard deviation σ̄ of one bar's return."""
+    return law.volatility * math.sqrt(hours / HOURS_PER_YEAR)
+
+
+def _market_volatility(law: MarketLaw, noise: Noise, crisis: NDArray[np.bool_], time: pl.Series, hours: float) -> Float:
     """Volatility per bar that all assets share, with mean square σ̄², [T]."""
     slow = autoregression(noise.normal(Stream.SLOW), size=SLOW_SIZE, relaxation=SLOW_HOURS, hours=hours)
     fast = autoregression(noise.normal(Stream.FAST), size=FAST_SIZE, relaxation=FAST_HOURS, hours=hours)
     middle = time.dt.epoch("ms").to_numpy() / 3.6e6 + hours / 2
     season = _season_size(hours) * np.cos(2 * math.pi * (middle - SEASON_PEAK) / 24)
-    level = VOLATILITY * math.sqrt(hours / HOURS_PER_YEAR / _mean_square(hours))
-    return level * np.exp(slow + fast + season) * np.where(crisis, CRISIS_FACTOR, 1.0)
+    level = law.volatility * math.sqrt(hours / HOURS_PER_YEAR / _mean_square(law, hours))
+    return level * np.exp(slow + fast + season) * np.where(crisis, law.crisis_factor, 1.0)
 
 
-def _mean_square(hours: float) -> float:
+def _mean_square(law: MarketLaw, hours: float) -> float:
     """E[exp(2·(slow + fast + season))·regime²]; the mean of exp(a·cos) over a period is the Bessel function I₀(a)."""
-    crisis = CRISIS_HOURS / (CALM_HOURS + CRISIS_HOURS)
-    regime = 1 + crisis * (CRISIS_FACTOR**2 - 1)
+    regime = 1 + law.crisis_share * (law.crisis_factor**2 - 1)
     return float(math.exp(2 * (SLOW_SIZE**2 + FAST_SIZE**2)) * regime * np.i0(2 * _season_size(hours)))
 
 
@@ -290,13 +311,13 @@ def _own_volatility(noise: Noise, hours: float) -> Float:
     return np.exp(own - OWN_SIZE**2)
 
 
-def _shock(noise: Noise, hours: float) -> Float:
+def _shock(law: MarketLaw, noise: Noise, hours: float) -> Float:
     """Heavy-tailed shocks of unit variance, [T]."""
     return heavy_tailed(
-        noise.student(Stream.STUDENT),
+        noise.student(Stream.STUDENT, law.tail_index),
         noise.uniform(Stream.JUMP_TIME),
         noise.normal(Stream.JUMP),
-        tail_index=TAIL_INDEX,
+        tail_index=law.tail_index,
         jump_wait=JUMP_WAIT,
         jump_size=JUMP_SIZE,
         hours=hours,
@@ -327,6 +348,11 @@ def _prices(noise: Noise, moves: Float, volatility: Float, first: float) -> dict
     gap[0] = 0.0
     log_close = math.log(first) + np.cumsum(gap + body)
     log_open = np.concatenate([[math.log(first)], log_close[:-1] + gap[1:]])
+    if np.abs(log_close).max() > LARGEST_LOG_PRICE:
+        raise ConfigError(
+            f"bars: the price of a market this volatile leaves the range of floating-point numbers within "
+            f"{len(moves):,} bars; make fewer bars or lower the law's volatility"
+        )
     opened, closed = np.exp(log_open), np.exp(log_close)
     high, low = price_extremes(opened, closed, volatility, noise.uniform(Stream.HIGH), noise.uniform(Stream.LOW))
     return {"open": opened, "high": high, "low": low, "close": closed}
@@ -335,16 +361,15 @@ def _prices(noise: Noise, moves: Float, volatility: Float, first: float) -> dict
 def _activity(
     noise: Noise,
     prices: dict[str, Float],
-    volatility: Float,
+    relative_volatility: Float,
     shock: Float,
     state: NDArray[np.int8],
     hours: float,
 ) -> dict[str, NDArray[np.generic]]:
     """Volume, trades and taker buying. Traded value, not volume, is stationary: it does not drift with the price."""
-    usual = VOLATILITY * math.sqrt(hours / HOURS_PER_YEAR)
     mood = autoregression(noise.normal(Stream.ACTIVITY), size=ACTIVITY_SIZE, relaxation=ACTIVITY_HOURS, hours=hours)
     own = mood + ACTIVITY_NOISE * noise.normal(Stream.ACTIVITY_NOISE)
-    value = VALUE_PER_HOUR * hours * (volatility / usual) * np.sqrt(0.25 + np.abs(shock)) * np.exp(own)
+    value = VALUE_PER_HOUR * hours * relative_volatility * np.sqrt(0.25 + np.abs(shock)) * np.exp(own)
     average = (prices["open"] + prices["high"] + prices["low"] + prices["close"]) / 4
     # Noise scales with the bar's length, so an hour carries the same information about the state at every frequency.
     shake = (FLOW_SHOCK * np.tanh(shock) + FLOW_NOISE * noise.normal(Stream.FLOW)) / math.sqrt(hours)
@@ -359,7 +384,7 @@ def _activity(
     }
 
 
-def _shock_law(hours: float, correlation: float) -> tuple[Float, Float]:
+def _shock_law(law: MarketLaw, hours: float, correlation: float) -> tuple[Float, Float]:
     """σ·ε averaged over volatility, as points and their probabilities, [K] each.
 
     A large fixed sample is cut at `LAW_LEVELS` of its absolute value; each piece becomes its mean, on both sides of
@@ -368,12 +393,12 @@ def _shock_law(hours: float, correlation: float) -> tuple[Float, Float]:
     market, own = Noise(LAW_SEED, 0, LAW_SAMPLE), Noise(LAW_SEED, 1, LAW_SAMPLE)
     spread = math.sqrt(SLOW_SIZE**2 + FAST_SIZE**2 + OWN_SIZE**2)
     season = _season_size(hours) * np.cos(2 * math.pi * own.uniform(Stream.ACTIVITY))
-    crisis = market.uniform(Stream.REGIME) < CRISIS_HOURS / (CALM_HOURS + CRISIS_HOURS)
-    volatility = np.exp(spread * market.normal(Stream.SLOW) + season) * np.where(crisis, CRISIS_FACTOR, 1.0)
-    size = np.sort(np.abs(volatility * _mix(_shock(market, hours), _shock(own, hours), correlation)))
+    crisis = market.uniform(Stream.REGIME) < law.crisis_share
+    volatility = np.exp(spread * market.normal(Stream.SLOW) + season) * np.where(crisis, law.crisis_factor, 1.0)
+    size = np.sort(np.abs(volatility * _mix(_shock(law, market, hours), _shock(law, own, hours), correlation)))
     cuts = np.rint(np.array(LAW_LEVELS) * LAW_SAMPLE).astype(np.int64)
     points = np.array([size[low:high].mean() for low, high in pairwise(cuts)])
     share = np.diff(cuts) / LAW_SAMPLE
-    points *= VOLATILITY * math.sqrt(hours / HOURS_PER_YEAR / (share @ points**2))
+    points *= law.volatility * math.sqrt(hours / HOURS_PER_YEAR / (share @ points**2))
     points = np.minimum(points, LARGEST_MOVE)
     return np.concatenate([-points[::-1], points]), np.concatenate([share[::-1], share]) / 2

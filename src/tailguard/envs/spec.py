@@ -103,7 +103,7 @@ class TradingSpec:
             )
         if self.accounts == "per_symbol" and len(panel.symbols) > 1:
             raise BarsError(
-                f"the agent trades one symbol an account; choose one of {', '.join(panel.symbols)} with "
+                f"the agent trades one symbol per account; choose one of {', '.join(panel.symbols)} with "
                 f"bars.select({panel.symbols[0]!r})"
             )
 

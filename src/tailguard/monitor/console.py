@@ -11,13 +11,13 @@ from tailguard.monitor.recording import STEP, FigureWriter
 from tailguard.validate import check_count
 
 DIGITS = 4
-"""Significant ones of a figure that is not a whole number."""
+"""Significant digits of a value that is not a whole number."""
 
 
 class ConsoleTable(FigureWriter):
-    """Prints the figures as a table every so many iterations, and once more at the end.
+    """Prints the metrics as a table every few iterations, and once more at the end.
 
-    `every`: iterations between two tables. `file`: where to; the standard output by default.
+    `every`: iterations between two tables. `file`: where to print; standard output by default.
     """
 
     def __init__(self, every: int = 1, file: IO[str] | None = None) -> None:
@@ -33,7 +33,7 @@ class ConsoleTable(FigureWriter):
             self.waiting = dict(figures)
 
     def add(self, figures: Mapping[str, float], step: int) -> None:
-        """Evaluations are rare and what one waits for: they are always shown, at once."""
+        """Evaluations are rare and awaited: they are always shown at once."""
         self._show({**figures, STEP: step})
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class ConsoleTable(FigureWriter):
 
 
 def table(figures: Mapping[str, float]) -> str:
-    """The figures grouped by the part of their names before the slash, names to the left, numbers to the right."""
+    """The metrics grouped by the part of their names before the slash, names on the left, values on the right."""
     rows = []
     for group, names in groupby(sorted(figures), key=lambda name: name.rpartition("/")[0]):
         # Of the alarms, only those that were raised: a dozen zeros would hide them.

@@ -10,26 +10,26 @@ from torch import Tensor
 WINDOW = 100
 """Episodes that the running means cover, as in Stable-Baselines3."""
 FIGURES = ("return", "length", "pnl")
-"""What is kept of an episode; NaN where the environment does not say its P&L."""
+"""What is stored for an episode; P&L is NaN where the environment does not report it."""
 
 
 class EpisodeTracker:
     """Sums rewards to episode returns across rollouts and keeps the last `WINDOW` finished episodes.
 
-    All of it on the device, in place and without looking at a value, so that nothing waits.
+    Everything stays on the device and is updated in place, without a host sync.
     """
 
     def __init__(self, num_envs: int, device: torch.device) -> None:
         self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
         self.lengths = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        # One place more than the window holds: what is not to be kept is written there.
+        # One row more than the window: rows that are not kept are written there.
         self.kept = torch.full((WINDOW + 1, len(FIGURES)), torch.nan, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         """Episodes finished so far."""
 
     @torch.no_grad()
     def add(self, rewards: Tensor, ended: Tensor, valid: Tensor, outcome: Mapping[str, Tensor]) -> None:
-        """Take in a rollout, [T, N] each."""
+        """Add a rollout, [T, N] each."""
         steps = torch.stack((torch.where(valid, rewards.double(), 0.0), valid.double()), dim=1)
         total, totals = torch.stack((self.returns, self.lengths)), []
         # Row by row: a difference of running sums would carry a NaN, and what rounding left, into other episodes.
@@ -47,7 +47,7 @@ class EpisodeTracker:
         place = torch.where(kept, (self.count + number - 1) % WINDOW, WINDOW)
         rows = torch.stack((returns, lengths, pnl), dim=-1).flatten(0, 1)
         self.kept.scatter_(0, place.unsqueeze(-1).expand_as(rows), rows)
-        self.kept[-1].fill_(torch.nan)  # which of the others came there last is nobody's business
+        self.kept[-1].fill_(torch.nan)  # its content depends on the order of the scatter
         self.count += number[-1]
 
     def figures(self) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ class EpisodeTracker:
         return {name: value.clone() for name, value in self._state().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         for name, value in self._state().items():
             value.copy_(state[name])
 

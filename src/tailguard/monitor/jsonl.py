@@ -12,7 +12,7 @@ from tailguard.monitor.recording import FigureWriter
 
 
 class JsonlWriter(FigureWriter):
-    """One line of JSON an iteration, appended; figures that are not finite are written as null."""
+    """Appends one line of JSON per iteration; values that are not finite are written as null."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -22,7 +22,7 @@ class JsonlWriter(FigureWriter):
             file.write(_object(figures) + "\n")
 
     def add(self, figures: Mapping[str, float], step: int) -> None:  # noqa: ARG002
-        """Lengthen the last line in place: what stands in it is never gone, not for a moment."""
+        """Extend the last line in place, so that a crash cannot lose what it already holds."""
         with self.path.open("rb+") as file:
             file.seek(-len("}\n"), os.SEEK_END)
             file.write(f", {_object(figures)[1:]}\n".encode())

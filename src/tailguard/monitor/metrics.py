@@ -1,7 +1,7 @@
 """The metrics of an iteration. A new one is one line in one of the tables below.
 
 Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
-waiting; the learner reads all figures together, once.
+waiting; the learner reads all metrics together, once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAN = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One iteration as the figures see it. Rows that do not count are left out of every mean."""
+    """The data of one iteration that metrics are computed from. Rows that do not count are left out of every mean."""
 
     agent: ActorCritic
     rollout: Rollout
@@ -107,7 +107,7 @@ ITERATION: Mapping[str, Callable[[Snapshot], Tensor]] = {
     "train/entropy_margin": lambda found: found.mean(found.agent.action_head.collapse_margin(found.rollout.parameters)),
     "critic/twin_pessimism": lambda found: found.mean(found.estimates.pessimism),
 }
-"""Figures that every run has."""
+"""Metrics that every run has."""
 
 
 def level_of(found: Snapshot, quantiles: Tensor, level: float) -> Tensor:
@@ -116,7 +116,7 @@ def level_of(found: Snapshot, quantiles: Tensor, level: float) -> Tensor:
 
 
 def cost_of(found: Snapshot, outcome: Mapping[str, Tensor], kind: str) -> Tensor:
-    """A cost's mean, as a share of equity a bar."""
+    """Mean of a cost, as a share of equity per bar."""
     return found.mean(outcome[kind])
 
 
@@ -124,14 +124,14 @@ DISTRIBUTION: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
     "critic/quantile_spread": lambda found, quantiles: found.mean(quantiles.std(-1, correction=0)),
     **{f"critic/return_p{round(100 * level):02d}": partial(level_of, level=level) for level in FAN},
 }
-"""Figures of the return's distribution, where there is one."""
+"""Metrics of the return distribution, for distributional critics."""
 
 CROSSING: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
     "critic/quantile_crossing": lambda found, gaps: found.mean((gaps < 0).float().mean((0, -1))),
     "critic/quantile_crossing_depth": lambda found, gaps: found.mean(gaps.clamp(max=0).neg().sum(-1).mean(0)),
 }
-"""Quantiles in the wrong order: the share of neighbours, and how far a critic's quantiles fall back in all. A return
-that hardly varies leaves them in any order without harm, so that only the two together say that something is wrong."""
+"""Quantiles in the wrong order: the share of neighbouring pairs, and the total size of their crossings. A nearly
+constant return leaves them in random order without harm, so only the two together indicate a fault."""
 
 HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hidden_mean": lambda hidden: hidden.mean(),
@@ -139,7 +139,7 @@ HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hidden_norm": lambda hidden: hidden.norm(dim=-1).mean(),
     "saturated": lambda hidden: (hidden.abs() > SATURATED).float().mean(),
 }
-"""Figures of an LSTM layer's output after the rollout, [N, H]: `lstm/{trunk}_{layer}_{name}`."""
+"""Metrics of an LSTM layer's output after the rollout, [N, H]: `lstm/{trunk}_{layer}_{name}`."""
 
 MARKET: Mapping[str, Callable[[Snapshot, Mapping[str, Tensor]], Tensor]] = {
     "data/turnover": lambda found, outcome: found.mean(outcome["turnover"]),
@@ -150,7 +150,7 @@ MARKET: Mapping[str, Callable[[Snapshot, Mapping[str, Tensor]], Tensor]] = {
     "data/shielded": lambda found, outcome: found.share(outcome["shielded"]),
     "data/flips": lambda found, outcome: flip_share(found, outcome["weights"]),
 }
-"""Figures of trading, where the environment trades: means over bars, costs as shares of equity."""
+"""Trading metrics, for environments that trade: means over bars, costs as shares of equity."""
 
 
 def flip_share(found: Snapshot, weights: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def flip_share(found: Snapshot, weights: Tensor) -> Tensor:
 
 
 def iteration_figures(found: Snapshot, detailed: bool = True) -> dict[str, Tensor]:
-    """All figures that this iteration has, by name, as 0-dim tensors; without `detailed` only what every run has."""
+    """All metrics of this iteration by name, as 0-dim tensors; without `detailed` only those that every run has."""
     figures = {name: figure(found) for name, figure in ITERATION.items()}
     if not detailed:
         return figures
@@ -205,7 +205,7 @@ class GradientNorms:
         return squares.sum().sqrt(), (members * squares.to(members.dtype)).sum(-1).sqrt()
 
     def named(self, norms: Tensor) -> dict[str, Tensor]:
-        """The groups' norms [G] by name, and how far apart two critics are."""
+        """The groups' norms [G] by name, and the ratio between two critics."""
         figures = dict(zip(self.names, norms.unbind(), strict=True))
         critics = [value for name, value in figures.items() if name.startswith("critic/grad_norm_")]
         if len(critics) == 2:

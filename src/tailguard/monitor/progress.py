@@ -8,15 +8,15 @@ import time
 from typing import Any, Self
 
 PLAIN_LINE_SECONDS = 10.0
-"""Least time between two plain lines in a log."""
+"""Minimum time between two plain lines in a log."""
 
 
 BAR_SECONDS = 2.0
-"""Time without a bar: what is over by then needs none."""
+"""Time before a bar appears: shorter work needs none."""
 
 
 class Progress:
-    """Shows steps, rate, reward, tail risk, KL, alarms and time left. With `shown` false it does nothing at all."""
+    """Shows steps, rate, reward, tail risk, KL, alarms and time left. With `shown=False` it prints nothing."""
 
     def __init__(self, total: int, shown: bool = True, label: str = "training") -> None:
         self.total, self.shown, self.label = total, shown, label
@@ -60,7 +60,7 @@ class Progress:
             self.console.print(f"{self.label} {done:,} / {self.total:,} steps  {figures}", soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Something that must be read, above the line; in the log of a program that shows no line."""
+        """Print a message above the progress line; without a progress line, log it as a warning."""
         if self.shown:
             self.console.print(f"! {text}", style="yellow", soft_wrap=True, highlight=False, markup=False)
         else:
@@ -84,7 +84,7 @@ class DelayedBar:
         return self
 
     def show(self, done: int) -> None:
-        """Update the bar; nothing happens before its time."""
+        """Update the bar; nothing is shown before `BAR_SECONDS`."""
         if self.bar is not None:
             self.bar.update(self.task, completed=done)
         elif self.shown and time.monotonic() - self.begun > BAR_SECONDS:
@@ -107,7 +107,7 @@ class DelayedBar:
 
 
 def describe(metrics: dict[str, float]) -> str:
-    """The few figures worth watching, in words."""
+    """The most important metrics as a short text."""
     parts = []
     rate = metrics.get("time/fps", math.nan)
     if math.isfinite(rate):

@@ -13,34 +13,34 @@ if TYPE_CHECKING:
     from tailguard.monitor.health import Alarm
 
 STEP = "time/total_timesteps"
-"""Figure that says at which environment step an iteration ended."""
+"""Metric with the environment step at which an iteration ended."""
 
 
 class FigureWriter(Callback, ABC):
-    """Hands over every iteration's figures, and every alarm when it is raised for the first time.
+    """Base class of writers: receives every iteration's metrics, and every alarm when it is first raised.
 
-    Other callbacks record figures of their own, evaluations above all, some of them after this one. Those join the
-    iteration's figures as soon as they can be known to be complete: before the next rollout, or at the end.
+    Other callbacks, evaluations above all, may record metrics after this one has written. Those are added to the
+    iteration's metrics once they are known to be complete: before the next rollout, or at the end of training.
     """
 
     known: frozenset[str] | None = None
-    """Names that have been written of the iteration under way; none before the first one."""
+    """Metrics of the current iteration already written; None before the first iteration."""
     alarms: int = 0
-    """Alarms of the agent that have been written."""
+    """Number of the agent's alarms already written."""
 
     @abstractmethod
     def write(self, figures: Mapping[str, float], step: int) -> None:
         """Record an iteration's metrics; they may not be finite."""
 
     def add(self, figures: Mapping[str, float], step: int) -> None:
-        """Take figures that joined after `write`, of the same step."""
+        """Record metrics of the same step that arrived after `write`."""
         self.write(figures, step)
 
     def warn(self, alarm: Alarm) -> None:
-        """Take an alarm."""
+        """Record an alarm."""
 
     def close(self) -> None:
-        """Bring everything to its place."""
+        """Finish writing and release resources."""
 
     def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:  # noqa: ARG002 (SB3's)
         self.known, self.alarms = None, len(self.model.alarms)
@@ -74,7 +74,7 @@ class FigureWriter(Callback, ABC):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Figures as plain numbers; whole numbers stay whole."""
+    """Metrics as plain numbers; integers stay integers."""
     return {name: value if isinstance(value, int) else _number(name, value) for name, value in metrics.items()}
 
 

@@ -1,4 +1,4 @@
-"""A few facts about an object, for whoever shows it: one line in a terminal, a small table in a notebook."""
+"""A short summary of an object: one line in a terminal, a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def one_line(name: str, facts: Mapping[str, str]) -> str:
 
 
 def html_table(name: str, facts: Mapping[str, str]) -> str:
-    """A heading and a row a fact; all texts are escaped."""
+    """A heading and one row per fact; all texts are escaped."""
     rows = "".join(
         f"<tr><td style='text-align:left'>{html.escape(fact)}</td><td>{html.escape(text)}</td></tr>"
         for fact, text in facts.items()
@@ -25,7 +25,7 @@ def html_table(name: str, facts: Mapping[str, str]) -> str:
 
 
 def learner_facts(learner: Learner) -> dict[str, str]:
-    """What a learner is and how far it has come; its `config` has every setting."""
+    """A learner's main properties and its progress; its `config` has every setting."""
     network = learner.config.network
     memory = "none" if network.memory == "none" else f"LSTM {network.lstm_size} × {network.lstm_layers}"
     return {

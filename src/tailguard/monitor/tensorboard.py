@@ -30,12 +30,12 @@ FINAL_METRICS = (
 
 
 class TensorBoardWriter(FigureWriter):
-    """Everything against environment steps, in `folder`.
+    """Writes metrics, histograms and alarms against environment steps to `folder`.
 
     `histogram_every`: iterations between two histograms of the actions and of each weight.
 
-    A folder that holds curves already is gone on with: what they say beyond the agent's step is taken as never written,
-    so a run that resumes from a checkpoint has one curve, not two overlaid ones.
+    Existing curves in the folder are continued; points beyond the agent's current step are discarded, so a run that
+    resumes from a checkpoint has one curve, not two overlaid ones.
     """
 
     def __init__(self, folder: Path, histogram_every: int = 10) -> None:
@@ -45,7 +45,7 @@ class TensorBoardWriter(FigureWriter):
         self.laid_out = False
 
     def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
-        # TensorBoard takes a second to import; only who writes for it should wait.
+        # TensorBoard takes a second to import; only runs that use it should wait.
         from torch.utils.tensorboard import SummaryWriter
 
         super().on_training_start(locals_, globals_)
@@ -102,7 +102,7 @@ class TensorBoardWriter(FigureWriter):
             )
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What the environment was told to do in the rows that count, by dimension, and all weights."""
+        """Actions sent to the environment in the rows that count, by dimension, and all weights."""
         rollout, agent = self.model.snapshot.rollout, self.model.agent
         actions = agent.action_head.to_env(rollout.actions)[rollout.valid]
         tensors = {f"actions/{index}": column for index, column in enumerate(actions.unbind(-1)) if len(column)}
@@ -130,7 +130,7 @@ def return_fan() -> dict[str, dict[str, list[Any]]]:
     p05, p25, p50, p75, p95 = QUANTILES
     return {
         "return": {
-            "quantiles that the critics expect": ["Multiline", [p05, p25, p50, p75, p95]],
+            "quantiles predicted by the critics": ["Multiline", [p05, p25, p50, p75, p95]],
             "median, 5 % to 95 %": ["Margin", [p50, p05, p95]],
             "median, 25 % to 75 %": ["Margin", [p50, p25, p75]],
         }

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from tailguard.monitor.health import Alarm
 
 MLFLOW_PARAMETERS_A_CALL = 100
-"""More than these the server refuses."""
+"""The server refuses more."""
 
 
 class MLflowWriter(FigureWriter):
-    """One run in MLflow: the learner's settings as parameters, the figures as metrics, alarms as tags.
+    """One run in MLflow: the learner's settings as parameters, metrics, alarms as tags.
 
-    `run_name`, `experiment`: what it is called. `tracking_uri`: the server or folder; MLflow's own setting by default.
-    `run_id`: an earlier run to continue.
+    `run_name`, `experiment`: names of the run and its experiment. `tracking_uri`: the server or folder; MLflow's own
+    setting by default. `run_id`: an earlier run to resume.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class MLflowWriter(FigureWriter):
         tracking_uri: str | None = None,
         run_id: str | None = None,
     ) -> None:
-        mlflow = _optional("mlflow", "Writing figures to MLflow")
+        mlflow = _optional("mlflow", "Writing metrics to MLflow")
         self.entities = mlflow.entities
         # A client of our own: the user's active run, if there is one, is left alone.
         self.client = mlflow.MlflowClient(tracking_uri)
@@ -63,14 +63,14 @@ class MLflowWriter(FigureWriter):
 
 
 class WandbWriter(FigureWriter):
-    """One run in Weights & Biases: the learner's settings, the figures, alarms as alerts.
+    """One run in Weights & Biases: the learner's settings, metrics, alarms as alerts.
 
-    `project`: where it belongs. `options`: further arguments of `wandb.init`, like `name`, `mode="offline"`, `dir`, or
-    `id` with `resume="allow"` to continue an earlier run.
+    `project`: name of the project. `options`: further arguments of `wandb.init`, like `name`, `mode="offline"`, `dir`,
+    or `id` with `resume="allow"` to resume an earlier run.
     """
 
     def __init__(self, project: str = "tailguard", **options: Any) -> None:
-        self.wandb = _optional("wandb", "Writing figures to Weights & Biases")
+        self.wandb = _optional("wandb", "Writing metrics to Weights & Biases")
         self.project, self.options = project, options
 
     def on_training_start(self, locals_: dict[str, Any], globals_: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ class WandbWriter(FigureWriter):
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings inside settings with a dot between their names."""
+    """Nested settings with their names joined by dots."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -99,7 +99,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _optional(package: str, purpose: str) -> Any:
-    """A package that comes with the extra of its name; that it is there and broken is another matter."""
+    """Import a package of an optional extra; an error inside an installed package is passed on."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:

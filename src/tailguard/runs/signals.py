@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly end; a second Ctrl-C or SIGTERM ends at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: the first requests a clean stop; a second Ctrl-C or SIGTERM stops at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from types import FrameType
 from typing import Any, Self
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
-"""A second one of these ends the process at once."""
+"""A second one of these terminates the process at once."""
 HANGUP = signal.SIGHUP
-"""A closed terminal. Shell and system may both send one, so a second one must not interrupt saving."""
+"""Sent when the terminal closes, possibly twice (shell and system), so a second one must not interrupt saving."""
 
 
 class StopSignals:
-    """While it is entered, the first signal only sets `received`; the next one has its usual effect at once.
+    """Context manager: the first signal only sets `received`; the next one has its default effect.
 
-    SIGHUP always asks for an orderly end, and is ignored where the process was told to, as nohup does.
+    SIGHUP always requests a clean stop; it is ignored if the process ignores it already, as under nohup.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class StopSignals:
             signal.signal(other, signal.SIG_DFL)
         # Not print: the signal may interrupt a print call. A closed terminal takes no message.
         with contextlib.suppress(OSError):
-            os.write(2, b"\nstopping after this iteration, with a checkpoint; once more stops at once\n")
+            os.write(2, b"\nstopping after this iteration with a checkpoint; a second Ctrl-C stops at once\n")
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
