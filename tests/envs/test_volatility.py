@@ -1,4 +1,4 @@
-"""Volatility scaling: the exponentially weighted mean by brute force, no look-ahead, and the same weights everywhere."""
+"""Volatility scaling: the weighted mean by brute force, no look-ahead, and the same weights everywhere."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ def test_consecutive_episodes_that_share_a_bar_are_counted() -> None:
 def test_a_ruined_account_trades_no_more() -> None:
     """A policy that always bets everything with leverage 20, in a market that moves 50 % a bar at once."""
     bars = tg.make_market(400, seed=5).bars
-    env = tg.TradingEnv(
-        bars, tg.MarketConfig(leverage=20.0), num_envs=2, episode_length=100, features=["return_24"]
-    )
+    env = tg.TradingEnv(bars, tg.MarketConfig(leverage=20.0), num_envs=2, episode_length=100, features=["return_24"])
     agent = tg.PathwiseLearner(env, n_steps=20, hidden=(6,), lstm_size=5)
     agent.agent.action_head.linear.bias.data[0] = 10.0  # always long
     (part,) = episodes_on(agent.spec, bars)

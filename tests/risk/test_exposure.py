@@ -101,11 +101,11 @@ def test_blocks_are_needed_where_episodes_overlap() -> None:
 
 def test_outcomes_that_cannot_be_judged_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least one held-out episode"):
-        calibrate_exposure(lambda m: torch.zeros(0), -0.02, alpha=0.05)
+        calibrate_exposure(lambda _: torch.zeros(0), -0.02, alpha=0.05)
     with pytest.raises(ConfigError, match="finite"):
-        calibrate_exposure(lambda m: torch.tensor([0.0, torch.nan]), -0.02, alpha=0.05)
+        calibrate_exposure(lambda _: torch.tensor([0.0, torch.nan]), -0.02, alpha=0.05)
     with pytest.raises(ConfigError, match="limit"):
-        calibrate_exposure(lambda m: torch.zeros(3), 0.0, alpha=0.05)
+        calibrate_exposure(lambda _: torch.zeros(3), 0.0, alpha=0.05)
     with pytest.raises(ConfigError, match="level"):
         cvar_bound(torch.zeros(3), 0.05, 0.3, block=1)
 
