@@ -81,9 +81,10 @@ class Snapshot:
 
         As the critics say them, before they are sorted: below 0 where two stand in the wrong order.
         """
+        views = self.estimates.views
         found = [
             view.output.distribution.diff(dim=-1)
-            for critic, view in zip(self.agent.each_critic(), self.estimates.views, strict=True)
+            for critic, view in zip(self.agent.each_critic()[: len(views)], views, strict=True)
             if isinstance(critic.distribution, QuantileCritic) and view.output.distribution is not None
         ]
         return torch.stack(found) if found else None
