@@ -215,6 +215,27 @@ def test_every_term_reaches_exactly_its_parts(bars: tg.Bars, memory: str, critic
     assert set(found.terms) == ({"value"} if critic == "scalar" else {"value", "distribution"})
 
 
+def test_without_critics_nothing_depends_on_them(bars: tg.Bars) -> None:
+    """Critics that say NaN change neither a weight nor a figure, and no figure speaks of them."""
+    budget = tg.RiskConfig(limit=-0.01, alpha=0.5, window=40)
+    sane, broken = (make(bars, risk=budget, critic_epochs=0) for _ in range(2))
+    spoilt = [*broken.agent.trunks[1].parameters(), *broken.agent.critics.parameters()]
+    for parameter in spoilt:
+        parameter.data.fill_(torch.nan)
+    for _ in range(6):
+        expected, figures = sane.iterate(), broken.iterate()
+        assert figures == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    for name, parameter in sane.agent.trunks[0].named_parameters():
+        assert torch.equal(broken.agent.trunks[0].get_parameter(name), parameter), name
+    assert not {"risk/calibration", "risk/tail_share", "critic/return_p50", "critic/quantile_crossing"} & set(expected)
+    # The return's scale is that of λ-returns in which no state has a value.
+    rewards, ended = sane.snapshot.rollout.rewards.double(), sane.snapshot.rollout.ended
+    fade, following = sane.config.gamma * sane.config.gae_lambda, torch.zeros(rewards.shape[1])
+    for t in reversed(range(len(rewards))):
+        following = rewards[t] + fade * torch.where(ended[t], 0.0, following)
+        torch.testing.assert_close(sane.snapshot.estimates.value_targets[t].double(), following, rtol=1e-5, atol=1e-9)
+
+
 def test_noise_and_entropy_reach_the_deviation_only_where_the_policy_is_stochastic(bars: tg.Bars) -> None:
     def gradients(stochastic: bool) -> tuple[Tensor, Tensor]:
         learner = make(bars, stochastic=stochastic, critic_epochs=0)

@@ -125,6 +125,16 @@ def test_projection_of_many_samples_is_the_mean_of_their_projections(
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
+def test_targets_are_sorted_row_by_row_and_a_nan_stays_visible() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(5, 7, 3, generator=generator).permute(1, 2, 0)
+    samples[2, 1, 0] = torch.nan
+    found = QuantileCritic(4, 6).encode(samples)
+    assert found[2, 1, -1].isnan()
+    for row, given in zip(found.flatten(0, 1), samples.flatten(0, 1), strict=True):
+        assert row[row.isfinite()].tolist() == sorted(value for value in given.tolist() if value == value)
+
+
 def test_quantile_critic_has_midpoint_levels_and_its_own_quantiles() -> None:
     critic = QuantileCritic(4, 5)
     torch.testing.assert_close(critic.tau, torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9]))

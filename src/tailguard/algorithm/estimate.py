@@ -63,6 +63,7 @@ class Estimates:
     """All in raw return units."""
 
     views: tuple[CriticView, ...]
+    """One for each critic; none where the learner has no use for critics."""
     advantages: Tensor
     """[T, N]"""
     value_targets: Tensor
@@ -142,10 +143,14 @@ def _next(rows: Tensor, final: Tensor, final_rows: list[int]) -> Tensor:
 def estimate(
     views: tuple[CriticView, ...], rollout: Rollout, config: EstimateConfig, generator: torch.Generator
 ) -> Estimates:
-    """Advantages by GAE, λ-returns for the scalar heads, SR(λ) samples for the distributions."""
-    values, next_values = views[0].baseline, views[0].next_baseline
-    next_quantiles = views[0].next_quantiles
-    pessimism = torch.zeros_like(values)
+    """Advantages by GAE, λ-returns for the scalar heads, SR(λ) samples for the distributions.
+
+    Without critics (no `views`) every value is 0.
+    """
+    nothing = torch.zeros_like(rollout.rewards)
+    values, next_values, next_quantiles, pessimism = nothing, nothing, None, nothing
+    if views:
+        values, next_values, next_quantiles = views[0].baseline, views[0].next_baseline, views[0].next_quantiles
     if len(views) == 2:
         pessimism = twin_pessimism(values, views[1].baseline)
         values = combine_values(values, views[1].baseline, config.twin_mode)

@@ -68,7 +68,7 @@ class Prepared:
 
     estimates: Estimates
     batch: Batch | None
-    """None if the rollout must not be used."""
+    """None if the rollout must not be used, and for a learner without critics that learns from the rollout alone."""
     figures: dict[str, Tensor]
 
     def snapshot(self, agent: ActorCritic, rollout: Rollout, carry: Carry) -> Snapshot:
@@ -286,20 +286,26 @@ class Learner(ABC):
     ) -> tuple[tuple[CriticView, ...], Estimates, bool]:
         """What the critics say of a rollout, the estimates made of it, and whether both can be used.
 
-        The critics' memories go on from here. `final_obs`: see `look`.
+        `final_obs`: see `look`.
         """
-        config, moments, carry = self.config, self.return_moments, self.state.carry
-        assert carry is not None  # `iterate` began
+        config, moments = self.config, self.return_moments
         if usable and not moments.started:
             # Returns that never vary have no scale. The first that do set it, and not what an untrained critic said.
             moments.clear()
             moments.update(first_returns(rollout, config.gamma), rollout.valid)
-        views, memory = look(self.agent, rollout, moments, config.estimates, final_obs)
-        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
+        views = self._evaluate_critics(rollout, final_obs)
         estimates = estimate(views, rollout, config.estimates, self.generator)
         if usable and self.runtime.looks:
             usable = check_estimates(estimates, rollout.valid, self)
         return views, estimates, usable
+
+    def _evaluate_critics(self, rollout: Rollout, final_obs: Tensor | None) -> tuple[CriticView, ...]:
+        """What each critic says of a rollout; the critics' memories go on from here."""
+        carry = self.state.carry
+        assert carry is not None  # `iterate` began
+        views, memory = look(self.agent, rollout, self.return_moments, self.config.estimates, final_obs)
+        self.state.carry = self.runtime.keep(carry, replace(carry, state=(carry.state[0], *memory[1:])))
+        return views
 
     @torch.no_grad()
     def _rescale_returns(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:

@@ -90,6 +90,11 @@ class PathwiseLearner(Learner):
         self.updates = CriticUpdates(self)
         self.set_hyper()
 
+    @property
+    def has_critics(self) -> bool:
+        """Whether critics learn and value the windows' ends. If not, they are not evaluated either."""
+        return bool(self.config.critic_epochs)
+
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """The policy, and what only the critics read: they learn at rates of their own."""
         policy = [*self.agent.each_trunk()[0].parameters(), *self.agent.action_head.parameters()]
@@ -113,9 +118,8 @@ class PathwiseLearner(Learner):
         window = runtime.run(("window", self.return_moments.started), self._learn_policy)
         # Acting and the policy's step are one pass through the window, so callbacks see it after both.
         wanted = on_rollout is None or on_rollout(window.rollout)
-        usable = window.prepared.batch is not None
-        if window.prepared.batch is not None and wanted and self.config.critic_epochs:
-            batch = window.prepared.batch
+        usable, batch = window.usable, window.prepared.batch
+        if batch is not None and wanted:
             batch = batch if self.agent.remembers else batch.rows_as_sequences()
             self.updates.run(batch, window.rollout.inner_resets)
         figures = runtime.run(("finish", usable), lambda: self._finish(window.rollout, window.prepared, usable))
@@ -135,14 +139,19 @@ class PathwiseLearner(Learner):
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
         views, estimates, usable = self._estimate(rollout, usable, final_obs)
         if not usable:
-            return _Window(rollout, Prepared(estimates, None, {}))
+            return _Window(rollout, Prepared(estimates, None, {}), usable)
         objective, figures = self._objective(traced, views, final_obs)
         figures |= self._step(objective / self.return_moments.std.float(), traced, noise)
         if self.risk is not None:
             figures |= self.risk.figures(rollout, estimates)
         figures |= self._rescale_returns(rollout, estimates)
-        batch = make_batch(self.agent, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, figures))
+        batch = None
+        if self.has_critics:
+            batch = make_batch(self.agent, rollout, estimates, estimates.advantages, self.return_moments)
+        return _Window(rollout, Prepared(estimates, batch, figures), usable)
+
+    def _evaluate_critics(self, rollout: Rollout, final_obs: Tensor | None) -> tuple[CriticView, ...]:
+        return super()._evaluate_critics(rollout, final_obs) if self.has_critics else ()
 
     def _noise(self) -> Tensor:
         """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
@@ -182,7 +191,7 @@ class PathwiseLearner(Learner):
         earned = (discount * rollout.rewards).sum(0).mean()
         figures = {"pathwise/earned": earned.detach()}
         objective = earned
-        if self.config.critic_epochs:
+        if self.has_critics:
             rows = list(rollout.final_rows)
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
             value = views[0].final_baseline
@@ -221,6 +230,8 @@ class _Window:
 
     rollout: Rollout
     prepared: Prepared
+    usable: bool
+    """Whether the policy learned from it."""
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------

@@ -226,7 +226,7 @@ class RiskBudget:
         """`risk/*` after the rollout's outcomes were taken in, and how well the return's distribution foresaw them."""
         figures = self.constraint.figures()
         figures["risk/tail_outcomes"] = torch.full_like(self.predicted, self.tail_outcomes)
-        if self.predictions is not None:
+        if self.predictions is not None and estimates.views:
             self.predictions.follow(rollout, estimates)
             figures |= self.predictions.figures(self.config.alpha)
         return figures

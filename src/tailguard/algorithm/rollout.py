@@ -165,8 +165,9 @@ def collect(
     outcomes: list[dict[str, Tensor]] = []
     final_rows: list[int] = []
     final_obs: list[Tensor] = []
+    drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
-        chance = head.draw((env.num_envs,), generator) if noise is None else noise[t]
+        chance = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if isinstance(env, FunctionalEnv):
             env_chance = env.draw()
             if track is not None:

@@ -90,15 +90,17 @@ class TradingTask:
         """Episodes that start here, with whatever the accounts hold."""
         return EpisodeState(state, state.equity, state.equity, torch.zeros_like(state.row))
 
-    def observe(self, state: EpisodeState) -> Tensor:
-        """The agent's observation at the close of the current bar, [N, O] float32."""
+    def account(self, state: EpisodeState) -> tuple[Tensor, Tensor, Tensor]:
+        """`ACCOUNT_FIELDS` of every account, [N] each."""
         equity = state.market.equity
         age = state.age.to(equity.dtype)
-        account = torch.stack(
-            account_fields(equity, state.start_equity, state.peak_equity, age, self.episode_length), dim=1
-        )
+        return account_fields(equity, state.start_equity, state.peak_equity, age, self.episode_length)
+
+    def observe(self, state: EpisodeState, account: Sequence[Tensor] | None = None) -> Tensor:
+        """The agent's observation at the close of the current bar, [N, O] float32; `account`: its fields, if known."""
+        fields = torch.stack(tuple(self.account(state) if account is None else account), dim=1)
         known = self.features.index_select(0, state.market.row)
-        return torch.cat((known, state.market.weights.to(known.dtype), account.to(known.dtype)), dim=1)
+        return torch.cat((known, state.market.weights.to(known.dtype), fields.to(known.dtype)), dim=1)
 
     def to_weights(self, action: Tensor) -> Tensor:
         """Target weights for actions in [-1, 1] (or [0, 1] without shorts), [N, A].

@@ -180,11 +180,13 @@ class TradingEnv:
         terminated = transition.liquidated
         truncated = (after.age >= task.episode_length) & ~terminated
         ended = terminated | truncated
-        final_obs = task.observe(after)
+        account = task.account(after)
+        pnl, drawdown, _ = account
+        final_obs = task.observe(after, account)
         outcome = {
-            "pnl": (after.market.equity / after.start_equity - 1).float(),
+            "pnl": pnl.float(),
             "net": transition.net.float(),
-            "drawdown": (after.market.equity / after.peak_equity - 1).float(),
+            "drawdown": drawdown.float(),
             "turnover": transition.turnover,
             "unfilled": transition.unfilled,
             "liquidated": transition.liquidated,

@@ -51,12 +51,11 @@ def impact_cost(traded: Tensor, equity: Tensor, coefficient: Tensor) -> Tensor:
 def _root(values: Tensor) -> Tensor:
     """√, with gradient 0 at 0: its slope is infinite there, and an order of size 0 would give 0·∞.
 
-    The impact is proportional to x·√x, which has slope 0 at 0.
+    The impact is proportional to x·√x, which is 0 with slope 0 at 0, whatever small number stands for √0.
     """
-    if not values.requires_grad:
-        return values.sqrt()
-    positive = values > 0
-    return torch.where(positive, torch.where(positive, values, 1.0).sqrt(), 0.0)
+    if values.requires_grad:
+        values = values.clamp(min=torch.finfo(values.dtype).tiny)
+    return values.sqrt()
 
 
 def funding_cost(value: Tensor, rate: Tensor, market: Market) -> Tensor:

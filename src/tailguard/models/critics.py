@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,6 +38,17 @@ INITIAL_GAIN = 0.01
 def midpoints(count: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
     """The levels τ_i = (i + ½) / count, shape [count] (Dabney et al. 2018, QR-DQN, lemma 2)."""
     return (torch.arange(count, dtype=dtype or torch.get_default_dtype(), device=device) + 0.5) / count
+
+
+@torch.no_grad()
+def ascending(values: Tensor) -> Tensor:
+    """Values [..., M] sorted along the last dimension, without gradient.
+
+    On a CPU by NumPy, whose vectorised sort takes a tenth of the time of PyTorch's for rows of 32.
+    """
+    if values.device.type != "cpu" or torch.compiler.is_compiling():
+        return values.sort(-1).values
+    return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1))
 
 
 class Critic(nn.Module, ABC):
@@ -114,7 +126,7 @@ class QuantileCritic(DistributionalCritic):
 
     def encode(self, samples: Tensor) -> Tensor:
         """Samples [..., M] in ascending order, which makes the loss O(N log M) instead of O(N M)."""
-        return samples.sort(-1).values
+        return ascending(samples)
 
     def quantiles(self, output: Tensor, count: int) -> Tensor:
         """The output itself at its own levels, else linear interpolation in τ, flat beyond the outermost levels."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
+from tailguard.flags import may_hold_any
 from tailguard.models.recurrence import recurrence
 
 MemoryState = tuple[Tensor, ...]
@@ -208,4 +209,6 @@ def _can_fuse(x: Tensor) -> bool:
 
 def _clear(state: MemoryState, episode_start: Tensor) -> MemoryState:
     """Zeros for the environments that start. Filling, not multiplying: a NaN must not outlive its episode."""
+    if not may_hold_any(episode_start):
+        return state
     return tuple(part.masked_fill(episode_start[:, None], 0.0) for part in state)

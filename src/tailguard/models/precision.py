@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -20,7 +20,10 @@ def is_narrow(precision: Precision, device: torch.device) -> bool:
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
     """A context in which matrix products run in the requested precision."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_narrow(precision, device))
+    narrow = is_narrow(precision, device)
+    if not narrow and not torch.is_autocast_enabled(device.type):
+        return nullcontext()  # the policy comes here at every step
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=narrow)
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def full_precision(layers: Sequence[nn.Linear], features: Tensor) -> list[Tensor
 
     bfloat16's 8 bits would quantise values and action means, and the ratio exponentiates the error of a mean.
     """
-    with torch.autocast(features.device.type, enabled=False):
+    with autocast("float32", features.device):
         if len(layers) == 1:
             return [layers[0](features.to(layers[0].weight.dtype))]
         weight = torch.cat([layer.weight for layer in layers])
