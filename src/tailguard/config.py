@@ -119,7 +119,7 @@ class TrainingConfig:
     select: Select = "best"
     """Which agent is the result: best on the validation part, or last."""
     evaluation_steps: int = 0
-    """Environment steps between two evaluations on the validation part; 0: a fortieth of the run."""
+    """Environment steps between two evaluations on the validation part; 0: a tenth of the run."""
     patience: int = 0
     """Evaluations without a better score after which training ends early; 0: never."""
     checkpoint_steps: int = 0

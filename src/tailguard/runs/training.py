@@ -162,7 +162,7 @@ def _learn(
             stop,
             validation,
             steps=training.checkpoint_steps or max(1, total // 20),
-            evaluation_steps=training.evaluation_steps or max(1, total // 40),
+            evaluation_steps=training.evaluation_steps or max(1, total // 10),
             minutes=training.checkpoint_minutes,
             goal=total,
             patience=training.patience,
