@@ -42,6 +42,7 @@ EDGES = {
     "envs.sb3_vec_env": "gymnasium",
     "models.recurrence_kernels": "triton",
     "algorithm.saving": "safetensors",
+    "algorithm.ensemble": "safetensors",
 }
 """Modules of the numeric core that adapt another library, and that library. The core runs without them."""
 

@@ -75,8 +75,8 @@ class DataConfig:
 class EnvConfig:
     """The trading environment."""
 
-    num_envs: int = 256
-    """Number of parallel accounts."""
+    num_envs: int = 0
+    """Number of parallel accounts; 0: 512 where rollouts are whole episodes, else 256."""
     episode_length: int = 256
     """Bars in an episode; a multiple of the learner's n_steps keeps episodes from ending inside a training sequence."""
     accounts: Literal["portfolio", "per_symbol"] = "portfolio"
@@ -89,7 +89,7 @@ class EnvConfig:
     """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
 
     def __post_init__(self) -> None:
-        check_count("env.num_envs", self.num_envs)
+        check_count("env.num_envs", self.num_envs, low=0)
         check_count("env.episode_length", self.episode_length)
         check_choice("env.accounts", self.accounts, ("portfolio", "per_symbol"))
         check_choice("env.reward", self.reward, REWARDS)
@@ -174,6 +174,12 @@ class RunConfig:
         """The settings of the chosen learner, completed by the environment and the budget."""
         given = self.pathwise if self.learner == "pathwise" else self.ppo
         return given.completed(self.risk, self.env.episode_length)
+
+    @property
+    def num_envs(self) -> int:
+        """Number of parallel accounts."""
+        whole_episodes = self.chosen.n_steps == self.env.episode_length
+        return self.env.num_envs or (512 if whole_episodes else 256)
 
     @property
     def members(self) -> int:

@@ -338,7 +338,7 @@ def test_it_learns_the_planted_market_in_sixty_updates() -> None:
     train = prepare(tg.make_market(12_000, seed=5, signal=8.0).bars, features)
     market = tg.make_market(6_000, seed=105, signal=8.0)
     learner = PathwiseLearner(
-        tg.TradingEnv(train, num_envs=128, stagger=16), hidden=(32,), lstm_size=32, critic="scalar", seed=0
+        tg.TradingEnv(train, num_envs=128, stagger=16), critic="scalar", learning_rate=1e-2, seed=0
     )
     for _ in range(60):
         learner.iterate()

@@ -31,6 +31,7 @@ SMALL = (
     "data.validation=0.1",
     "env.num_envs=8",
     "env.episode_length=32",
+    "learner=ppo",
     "ppo.n_steps=16",
     "ppo.minibatch_size=64",
     "ppo.epochs=1",

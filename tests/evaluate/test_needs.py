@@ -27,7 +27,7 @@ from tailguard.evaluate.trained import build_agent
 )
 def test_absurd_settings_are_refused_by_name(bars, change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_agent(load_config(overrides=[change]), bars, seed=0)
+        build_agent(load_config(overrides=["learner=ppo", change]), bars, seed=0)
 
 
 def test_an_absurd_synthetic_market_is_refused_by_name() -> None:
@@ -48,7 +48,7 @@ from tailguard.memory import _kilobytes
 
 status = Path("/proc/self/status")
 torch.set_num_threads(1)
-config = load_config(overrides=["env.num_envs=2048", "ppo.n_steps=32", "ppo.epochs=1", "ppo.minibatch_size=4096"])
+config = load_config(overrides=["learner=ppo", "env.num_envs=2048", "ppo.n_steps=32", "ppo.epochs=1", "ppo.minibatch_size=4096"])
 agent = build_agent(config, tg.make_market(1_200, seed=11).bars, 0)
 assert network_need(config, agent.env).size == 4 * sum(weights.nbytes for weights in agent.agent.parameters())
 before = _kilobytes(status, "VmRSS")

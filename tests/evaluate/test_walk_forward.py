@@ -19,7 +19,7 @@ from tailguard.evaluate.significance import backtest_overfitting
 from tailguard.evaluate.trained import build_agent
 from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.runner import prepare_agent
+from tailguard.runs.runner import prepare_members
 from tailguard.runs.walk_forward import run_walk_forward
 
 SMALL = (
@@ -69,7 +69,8 @@ def test_no_fold_learns_from_bars_near_or_after_its_test(config: RunConfig, mark
 def test_a_folds_agent_is_built_as_that_of_a_single_run(tmp_path: Path) -> None:
     other = ("env.reward=simple", "env.shield_shock=0.1", "market.fee=0.002", "risk.limit=-0.1", "training.seed=3")
     config = load_config(overrides=[*SMALL, "data.synthetic_bars=1600", *other])
-    single, _, split, _ = prepare_agent(config, RunFolder(tmp_path / "run"), Console(quiet=True))
+    members, _, split, _ = prepare_members(config, RunFolder(tmp_path / "run"), Console(quiet=True))
+    single = members.first
     mine = build_agent(config, split.train, seed=3)
     assert json.dumps(describe(mine)) == json.dumps(describe(single))
     single.learn(64)

@@ -20,7 +20,7 @@ from tailguard.config import RunConfig, load_config, to_dict
 from tailguard.data.synthetic import make_market
 from tailguard.errors import TailguardError
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.runner import prepare_agent
+from tailguard.runs.runner import prepare_members
 
 fuzz = settings(
     max_examples=int(os.environ.get("TAILGUARD_FUZZ", "40")),
@@ -190,7 +190,8 @@ def test_any_settings(tmp_path_factory: pytest.TempPathFactory, changes: dict[tu
     (place / "run.yaml").write_text(yaml.safe_dump(settings))
     with contextlib.suppress(TailguardError):
         config = load_config(place / "run.yaml")
-        agent, *_ = prepare_agent(config, RunFolder(place), Console(quiet=True))
+        members, *_ = prepare_members(config, RunFolder(place), Console(quiet=True))
+        agent = members.first
         agent.iterate()
 
 

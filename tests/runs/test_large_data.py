@@ -44,7 +44,7 @@ from tailguard.config import load_config
 from tailguard.errors import TailguardError
 from tailguard.memory import _kilobytes
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.runner import prepare_agent
+from tailguard.runs.runner import prepare_members
 from tailguard.runs.training import train_to_the_end
 from tailguard.runs.validation import Validation
 
@@ -56,7 +56,8 @@ resource.setrlimit(resource.RLIMIT_DATA, (used + int(room), -1))
 config, run, console = load_config(Path(settings), [f"data.path={path}"]), RunFolder(Path(folder)), Console()
 try:
     with run.claimed():
-        agent, _, split, _ = prepare_agent(config, run, console)
+        members, _, split, _ = prepare_members(config, run, console)
+        agent = members.first
         run.begin(config)
         validation = Validation(agent, split.validation)
         train_to_the_end(agent, config, run, validation, console, resume=False, again="", ask=lambda _: False)

@@ -192,7 +192,8 @@ def test_a_test_part_that_nothing_can_be_traded_on_is_refused_before_training(tm
 def test_the_rehearsal_trades_a_few_bars_and_changes_nothing(tmp_path: Path) -> None:
     config = load_config(overrides=[*TINY, "data.test=200h"])
     quiet = Console(quiet=True)
-    agent, bars, split, synthetic = runner.prepare_agent(config, RunFolder(tmp_path), quiet)
+    members, bars, split, synthetic = runner.prepare_members(config, RunFolder(tmp_path), quiet)
+    agent = members.first
     run = runner.TrainedRun(tmp_path, config, agent, bars, split, synthetic)
     before = {name: value.clone() for name, value in flat_tensors(capture(agent))}
     short = rehearsal.shortened(run)

@@ -155,7 +155,12 @@ def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
 def test_a_risk_budget_and_a_shield_go_from_the_settings_into_the_run(tmp_path: Path, small_config, capsys) -> None:
     """Priced, shielded, said in words, and with the table of all figures if asked for."""
     config = small_config(
-        "risk.limit=-0.001", "risk.alpha=0.5", "env.shield_shock=0.5", "training.total_timesteps=1280"
+        "risk.limit=-0.001",
+        "risk.alpha=0.5",
+        "risk.confidence=0",
+        "env.shield_shock=0.5",
+        "training.members=1",
+        "training.total_timesteps=1280",
     )
     console = Console(record=True, width=200)
     result = train(config, tmp_path / "run", console, verbose=True)

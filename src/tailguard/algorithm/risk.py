@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 CHANGE_MEMORY = 0.8
 """Weight of the past in the running moments of the losses' changes, per rollout."""
+MANY_TAIL_OUTCOMES = 50
+"""Tail outcomes in an update with which the gradient of the tail has little noise."""
 WINDOW_ROLLOUTS = 4
 """Rollouts whose outcomes the window holds by itself: older ones come from another policy."""
 NEEDED = {"episode": "pnl", "drawdown": "drawdown", "bar": "net"}
@@ -124,6 +127,10 @@ class RiskBudget:
         words = f"an update sees {number} tail {what}"
         if seen < FEW_TAIL_OUTCOMES:
             words += f", fewer than {FEW_TAIL_OUTCOMES}: too few to follow; use more accounts or shorter episodes"
+        elif seen < MANY_TAIL_OUTCOMES:
+            words += (
+                f" (env.num_envs={math.ceil(self.num_envs * MANY_TAIL_OUTCOMES / seen)} shows {MANY_TAIL_OUTCOMES})"
+            )
         return words
 
     def episode_parts(self) -> dict[str, Stateful]:

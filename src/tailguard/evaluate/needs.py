@@ -70,8 +70,8 @@ def network_need(config: RunConfig, env: TradingEnv) -> Need:
 
 def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
     """Observations, actions and infos of all accounts in one rollout, and the policy's memory states."""
-    accounts, network = config.env.num_envs, config.chosen.network
-    steps = config.chosen.n_steps or env.episode_length
+    accounts, network = config.num_envs, config.chosen.network
+    steps = config.chosen.n_steps
     row = 2 * env.observation_size + env.task.market.assets + OUTCOMES + _critics(network)
     if config.learner == "pathwise":
         # What the gradient needs of every step: layers, gates and cells of the policy, and the market's own arithmetic.

@@ -151,7 +151,7 @@ def build_agent(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Lear
     env = TradingEnv(
         bars,
         config.market,
-        config.env.num_envs,
+        config.num_envs,
         config.training.device,
         episode_length=length,
         features=None if isinstance(bars, PreparedBars) else config.data.features or None,

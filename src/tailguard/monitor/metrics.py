@@ -176,7 +176,9 @@ def iteration_figures(found: Snapshot, detailed: bool = True) -> dict[str, Tenso
     if found.gaps is not None:
         gaps = found.gaps
         figures |= {name: figure(found, gaps) for name, figure in CROSSING.items()}
-    for trunk, memory in zip(found.agent.trunk_names, found.memory, strict=True):
+    # Without critics only the policy's trunk, the first, reads the rollout.
+    trunks = list(zip(found.agent.trunk_names, found.memory, strict=True))
+    for trunk, memory in trunks if found.estimates.views else trunks[:1]:
         for layer, hidden in enumerate(memory[0] if memory else ()):
             figures |= {f"lstm/{trunk}_{layer}_{name}": figure(hidden) for name, figure in HIDDEN.items()}
     outcome = found.rollout.outcome

@@ -20,6 +20,7 @@ SETTINGS = (
     "data.embargo=1d",
     "env.num_envs=4",
     "env.episode_length=16",
+    "learner=ppo",
     "ppo.n_steps=16",
     "ppo.epochs=1",
     "ppo.network.hidden=[4]",
