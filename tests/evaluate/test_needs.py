@@ -48,7 +48,8 @@ from tailguard.memory import _kilobytes
 
 status = Path("/proc/self/status")
 torch.set_num_threads(1)
-config = load_config(overrides=["learner=ppo", "env.num_envs=2048", "ppo.n_steps=32", "ppo.epochs=1", "ppo.minibatch_size=4096"])
+changes = ["learner=ppo", "env.num_envs=2048", "ppo.n_steps=32", "ppo.epochs=1", "ppo.minibatch_size=4096"]
+config = load_config(overrides=changes)
 agent = build_agent(config, tg.make_market(1_200, seed=11).bars, 0)
 assert network_need(config, agent.env).size == 4 * sum(weights.nbytes for weights in agent.agent.parameters())
 before = _kilobytes(status, "VmRSS")

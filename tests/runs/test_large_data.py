@@ -44,8 +44,8 @@ from tailguard.config import load_config
 from tailguard.errors import TailguardError
 from tailguard.memory import _kilobytes
 from tailguard.runs.folder import RunFolder
+from tailguard.runs.members import train_members
 from tailguard.runs.runner import prepare_members
-from tailguard.runs.training import train_to_the_end
 from tailguard.runs.validation import Validation
 
 settings, path, folder, room = sys.argv[1:]
@@ -57,10 +57,9 @@ config, run, console = load_config(Path(settings), [f"data.path={path}"]), RunFo
 try:
     with run.claimed():
         members, _, split, _ = prepare_members(config, run, console)
-        agent = members.first
         run.begin(config)
-        validation = Validation(agent, split.validation)
-        train_to_the_end(agent, config, run, validation, console, resume=False, again="", ask=lambda _: False)
+        validation = Validation(members.first, split.validation)
+        train_members(members, run, validation, console, resume=False, again="", ask=lambda _: False)
 except TailguardError as error:
     sys.exit(str(error))
 """

@@ -128,9 +128,8 @@ class RiskBudget:
         if seen < FEW_TAIL_OUTCOMES:
             words += f", fewer than {FEW_TAIL_OUTCOMES}: too few to follow; use more accounts or shorter episodes"
         elif seen < MANY_TAIL_OUTCOMES:
-            words += (
-                f" (env.num_envs={math.ceil(self.num_envs * MANY_TAIL_OUTCOMES / seen)} shows {MANY_TAIL_OUTCOMES})"
-            )
+            needed = math.ceil(self.num_envs * MANY_TAIL_OUTCOMES / seen)
+            words += f" (env.num_envs={needed} shows {MANY_TAIL_OUTCOMES})"
         return words
 
     def episode_parts(self) -> dict[str, Stateful]:
