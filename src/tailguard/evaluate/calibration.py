@@ -170,8 +170,8 @@ class RiskBudget:
     outcome: Outcome = "return"
     """The outcome of a window: return or drawdown."""
     probability: float = math.nan
-    """Probability that the true CVaR keeps the limit, by the evidence of the interval (`TailEvidence.probability`): with
-    a 95 % interval at least 97.5 % where the budget is kept, at most 2.5 % where it is broken. NaN: not known."""
+    """Probability that the true CVaR keeps the limit, from the evidence of the interval (`TailEvidence.probability`).
+    With a 95 % interval, at least 97.5 % where the budget is kept, at most 2.5 % where it is broken. NaN: not known."""
 
 
 @dataclass(frozen=True)
