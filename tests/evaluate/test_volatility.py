@@ -143,10 +143,11 @@ def test_the_stated_probability_is_as_seldom_wrong_as_it_says(memory: float, cou
 def test_a_record_of_six_memories_is_overconfident_by_half_at_most() -> None:
     """1,260 bars with a memory of 200: too few to tell how far volatility moves, and a known limit of the method.
 
-    97.5 % and more is stated in 5.8 % of 120 such records (docs/evaluation.md), where 2.5 % are nominal.
+    The bounds are above the nominal rates: of 120 other such records, 5.8 % state 97.5 % and more, and 15 % state 90 %
+    and more (docs/evaluation.md).
     """
     stated = np.array([each.probability for each in budgets(0.995, 1_260, 0.3, 300)])
-    check_calibrated(stated, {0.975: 0.058, 0.9: 0.15, 0.75: 0.375})
+    check_calibrated(stated, {0.975: 0.05, 0.9: 0.15, 0.75: 0.375})
 
 
 @pytest.mark.slow
