@@ -6,6 +6,7 @@
 
 Budget: log-volatility is an AR(1) process, the limit is the true CVaR, and "kept" is false, whatever comes. Its nominal
 rate is 2.5 %: half of what a 95 % interval leaves out. "bootstrap" is the rate with the bootstrap's interval alone.
+P >= 90 % and P <= 10 % are the rates at which the probability that the limit holds is stated so, nominal 10 % each.
 Power is the rate of "kept" where the limit allows twice the true CVaR. Timing: positions without skill, at p ≤ 0.05.
 """
 
@@ -58,9 +59,9 @@ def true_cvar(memory: float, deviation: float, horizon: int) -> float:
 
 
 def budget_rates(memory: float, count: int, deviation: float, horizon: int, samples: int, seed: int = 1) -> Float:
-    """Rates of: false kept by the bootstrap alone; false kept; false broken; kept at twice the true CVaR."""
+    """Rates of: false kept by the bootstrap alone; false kept; false broken; P >= 90 %; P <= 10 %; kept at twice."""
     truth = true_cvar(memory, deviation, horizon)
-    verdicts = np.zeros(4)
+    verdicts = np.zeros(6)
     for number, returns in enumerate(volatile_returns(np.random.default_rng(seed), samples, count, memory, deviation)):
         equity = equity_of(returns)
         alone = interval(
@@ -77,6 +78,8 @@ def budget_rates(memory: float, count: int, deviation: float, horizon: int, samp
             alone.low >= truth,
             judged.verdict == Verdict.KEPT,
             judged.verdict == Verdict.BROKEN,
+            judged.probability >= 0.9,
+            judged.probability <= 0.1,
             judged.cvar.low >= 2 * truth,
         )
     return verdicts / samples
@@ -118,7 +121,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("budget", "timing"))
     options = parser.parse_args()
     if options.only != "timing":
-        print(f"{'deviation':>9} {'window':>6} {'AR':>6} {'bars':>6} {'bootstrap':>10} {'kept':>6} {'broken':>7} power")
+        print(
+            f"{'deviation':>9} {'window':>6} {'AR':>6} {'bars':>6} {'bootstrap':>10} {'kept':>6} {'broken':>7} "
+            f"{'P >= 90 %':>9} {'P <= 10 %':>9} power"
+        )
         cases = [
             (deviation, horizon, memory, count)
             for deviation in options.deviations
@@ -129,9 +135,11 @@ def main() -> None:
         ]
         for deviation, horizon, memory, count in cases:
             rates = budget_rates(memory, count, deviation, horizon, options.samples)
-            alone, kept, broken, power = (f"{100 * rate:.1f} %" for rate in rates)
+            alone, kept, broken, above, below, power = (f"{100 * rate:.1f} %" for rate in rates)
             print(
-                f"{deviation:9} {horizon:6} {memory:6} {count:6,} {alone:>10} {kept:>6} {broken:>7} {power}", flush=True
+                f"{deviation:9} {horizon:6} {memory:6} {count:6,} {alone:>10} {kept:>6} {broken:>7} {above:>9} "
+                f"{below:>9} {power}",
+                flush=True,
             )
     if options.only != "budget":
         print(f"\n{'regime':>6} {'AR':>6} {'bars':>6}  p <= 0.05 without skill")

@@ -251,6 +251,17 @@ def test_trials_come_from_the_record_unless_they_are_given(folder: Path) -> None
         record.write_text(line + "\n")
 
 
+def test_the_probability_that_the_budget_holds_is_in_the_figures(tmp_path: Path) -> None:
+    tg.make_market(1_600, seed=1, signal=20).save(tmp_path / "bars.parquet")
+    settings = [f"data.path={tmp_path / 'bars.parquet'}", "data.features=[return_24]", "risk.limit=-0.02"]
+    trained = train(load_config(overrides=[*settings, *SMALL, *TINY]), tmp_path / "run", Console(quiet=True))
+    figures = json.loads(run("backtest", tmp_path / "run", "--json", "-"))
+    budgets = trained.standing.budgets
+    assert figures["budget"] == {name: str(found.verdict) for name, found in budgets.items()}
+    assert figures["budget_probability"] == pytest.approx({name: each.probability for name, each in budgets.items()})
+    assert 0 < figures["budget_probability"]["buy & hold"] < figures["budget_probability"]["flat"] < 1
+
+
 def test_a_limit_on_falls_is_judged_in_words(folder: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     shown = run("report", folder, "--out", page, "--limit", "-0.3", "--horizon", "24h", "--outcome", "drawdown")

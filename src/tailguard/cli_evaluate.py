@@ -297,6 +297,7 @@ class _Backtests:
                 name: [_finite(found.low), _finite(found.high)] for name, found in self.standing.sharpes.items()
             },
             "budget": {name: str(found.verdict) for name, found in self.standing.budgets.items()},
+            "budget_probability": {name: _finite(found.probability) for name, found in self.standing.budgets.items()},
             "results": {
                 name: {figure: _finite(value) for figure, value in result.metrics.items()}
                 for name, result in self.standing.results.items()

@@ -105,6 +105,18 @@ def test_bca_ends_equal_scipys() -> None:
     assert ends[1] - sample.mean() > 1.15 * (sample.mean() - ends[0])  # the long tail is above
 
 
+def test_intervals_of_all_levels_are_nested() -> None:
+    """Also those of a tail of few bars, whose resamples are skewed and whose Student's t is wide."""
+    for seed in range(10):
+        series = np.random.default_rng(seed).standard_t(3, size=100)
+        found = bootstrap.resampled((series,), cvar_statistic(0.05), np.random.default_rng(0), 300)
+        ends = np.array([found.ends(level) for level in np.linspace(0, 0.999, 60)])
+        assert (np.diff(ends[:, 0]) <= 0).all()
+        assert (np.diff(ends[:, 1]) >= 0).all()
+        same = interval(series, cvar_statistic(0.05), np.random.default_rng(0), level=0.8, resamples=300)
+        assert found.ends(0.8) == (same.low, same.high)
+
+
 def test_a_sharpe_interval_has_the_width_theory_gives() -> None:
     """Independent normal returns: standard error √((1 + SR²/2) / n)."""
     returns = np.random.default_rng(6).normal(0.05, 1.0, 4_000)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from scipy import stats
 
 from tailguard.errors import ConfigError
-from tailguard.evaluate.calibration import Verdict, calibration, chi_square_tail, pit_values, risk_budget
+from tailguard.evaluate.bootstrap import Resampled
+from tailguard.evaluate.calibration import (
+    TailEvidence,
+    Verdict,
+    calibration,
+    chi_square_tail,
+    pit_values,
+    risk_budget,
+    tail_evidence,
+)
 
 LEVELS = (np.arange(32) + 0.5) / 32
 
@@ -144,7 +155,123 @@ def test_blocks_are_never_shorter_than_the_windows() -> None:
 def test_an_account_that_never_moved_kept_its_budget() -> None:
     found = risk_budget(np.ones(500), -0.04, np.random.default_rng(0), horizon=24)
     assert found.verdict == Verdict.KEPT
+    assert found.probability > 0.999
     assert (found.cvar.low, found.cvar.high) == (0, 0)
+
+
+MIDPOINTS = (np.arange(4_000) + 0.5) / 4_000
+NOTHING = np.zeros(0)
+
+
+def resampled_cvar(drawn: np.ndarray, acceleration: float = 0.0, freedom: float = math.inf) -> Resampled:
+    """Resamples of a CVaR of −5 %."""
+    return Resampled(-0.05, drawn, acceleration, freedom, block=1.0)
+
+
+@pytest.mark.parametrize("freedom", [math.inf, 2.2])
+@pytest.mark.parametrize("limit", [-0.062, -0.055, -0.05, -0.047, -0.04])
+def test_the_probability_of_symmetric_resamples_is_students(limit: float, freedom: float) -> None:
+    """Resamples N(−5 %, ½ %): P(true ≥ limit) = F((−5 % − limit) / ½ %), F normal or Student's."""
+    found = TailEvidence(resampled_cvar(stats.norm.ppf(MIDPOINTS, -0.05, 0.005), freedom=freedom), NOTHING)
+    expected = stats.t.cdf((-0.05 - limit) / 0.005, freedom)
+    assert found.probability(limit, 0.95) == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("limit", [-0.075, -0.06, -0.053, -0.045, -0.035])
+def test_the_probability_inverts_the_bca_interval(limit: float) -> None:
+    """Efron (1987): the share G of resamples below the limit has Φ⁻¹(G) = z₀ + (z₀ + z) / (1 − a (z₀ + z)).
+
+    Resamples are skewed: −5 % − 1 % (E − 1) with E exponential.
+    """
+    found = TailEvidence(resampled_cvar(np.sort(-0.04 - stats.expon.ppf(MIDPOINTS, scale=0.01)), -0.1), NOTHING)
+    bias = stats.norm.ppf(stats.expon.sf(1))
+    apart = stats.norm.ppf(stats.expon.sf((-0.04 - limit) / 0.01)) - bias if limit < -0.04 else math.inf
+    moved = apart / (1 - 0.1 * apart) if limit < -0.04 else math.inf
+    # No resample is at or above −3.5 %: as certain as one draw in 4,000 allows.
+    expected = stats.norm.sf(moved - bias) if limit < -0.04 else 1 / 4_001
+    assert found.probability(limit, 0.95) == pytest.approx(expected, abs=2e-3)
+
+
+def test_of_two_probabilities_the_one_that_claims_less_is_taken() -> None:
+    """Bootstrap N(−5 %, ½ %); simulation: log(estimate / truth) is N(−0.1, 0.2), so most truths are worse than −5 %.
+
+    Both sides of ½ are met, and the limits between the two medians, −5 % and −5 % · exp(0.1) = −5.53 %.
+    """
+    levels = (np.arange(1_000) + 0.5) / 1_000
+    bootstrap = resampled_cvar(stats.norm.ppf(MIDPOINTS, -0.05, 0.005))
+    found = TailEvidence(bootstrap, stats.norm.ppf(levels, -0.1, 0.2))
+    for limit in (-0.09, -0.08, -0.062, -0.058, -0.054, -0.052, -0.049, -0.046, -0.04):
+        first = stats.norm.cdf((-0.05 - limit) / 0.005)
+        second = stats.norm.cdf((math.log(limit / -0.05) - 0.1) / 0.2)
+        expected = min(first, second) if min(first, second) > 0.5 else max(first, second)
+        if min(first, second) <= 0.5 <= max(first, second):
+            expected = 0.5
+        assert found.probability(limit, 0.95) == pytest.approx(expected, abs=2e-3)
+
+
+def test_an_undefined_statistic_has_no_probability() -> None:
+    found = TailEvidence(resampled_cvar(np.full(100, math.nan)), NOTHING)
+    assert math.isnan(found.probability(-0.04, 0.95))
+
+
+@pytest.mark.parametrize(("horizon", "level"), [(1, 0.95), (24, 0.95), (24, 0.8)])
+def test_the_probability_falls_with_the_limit_and_agrees_with_the_verdict(horizon: int, level: float) -> None:
+    equity = equity_of(0.004, 8, 1_500)
+    evidence = tail_evidence(equity, np.random.default_rng(0), horizon=horizon, resamples=300)
+    low, high = evidence.ends(level)
+    limits = [-1.0, *np.linspace(1.3 * low, 0, 16), low, np.nextafter(low, 0), high, np.nextafter(high, 0)]
+    found = []
+    for limit in np.sort(limits):
+        draw = np.random.default_rng(0)
+        budget = risk_budget(equity, float(limit), draw, horizon=horizon, level=level, resamples=300)
+        assert (budget.verdict == Verdict.KEPT) == (budget.probability >= (1 + level) / 2)
+        assert (budget.verdict == Verdict.BROKEN) == (budget.probability <= (1 - level) / 2)
+        found.append(budget.probability)
+    assert (np.diff(found) <= 0).all()
+    assert found[0] > 0.99
+    assert found[-1] < 0.01
+
+
+def test_the_limit_at_the_estimate_is_an_even_chance() -> None:
+    equity = equity_of(0.01, 7)
+    estimate = risk_budget(equity, -0.02, np.random.default_rng(0)).cvar.estimate
+    assert risk_budget(equity, estimate, np.random.default_rng(0)).probability == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_loss_of_five_times_the_limit_is_not_left_open(seed: int) -> None:
+    """A year of hours and windows of eight days: 2.25 of the worst 5 %."""
+    equity = equity_of(0.004, seed, 8_640)
+    found = risk_budget(equity, -0.02, np.random.default_rng(0), horizon=192, resamples=500)
+    assert found.cvar.estimate < -0.08
+    assert found.tail_windows == 2.25
+    beyond = risk_budget(equity, found.cvar.estimate / 5, np.random.default_rng(0), horizon=192, resamples=500)
+    assert beyond.probability < 0.01
+    assert beyond.verdict == Verdict.BROKEN
+
+
+def test_a_single_crash_leaves_open_whether_the_limit_holds() -> None:
+    """One crash of 25 % in a quiet year: six times the limit, but a rate of crashes known from one of them.
+
+    The limit holds if less than a fifth of years have one; one year with one or more is then at most
+    1 − exp(−1/5) = 18 % likely.
+    """
+    returns = np.random.default_rng(0).normal(0, 0.0005, 8_640)
+    returns[4_000] -= 0.25
+    equity = np.concatenate([[1.0], np.cumprod(1 + returns)])
+    found = risk_budget(equity, -0.02, np.random.default_rng(0), horizon=192, resamples=500)
+    assert found.cvar.estimate < -0.1
+    assert found.verdict == Verdict.UNDECIDED
+    assert 0.05 < found.probability < 0.4
+
+
+def test_a_tail_is_at_most_the_whole_account() -> None:
+    """Student's t of one degree of freedom reaches 12.7 deviations: −5 % − 12.7 · 10 % without the bound."""
+    drawn = stats.norm.ppf(MIDPOINTS, -0.05, 0.1)
+    found = TailEvidence(Resampled(-0.05, drawn, 0.0, freedom=1.0, block=1.0, low_beyond=True), NOTHING)
+    assert found.bootstrap.ends(0.95)[0] == pytest.approx(-0.05 - 1.27, rel=0.01)
+    assert found.ends(0.95)[0] == -1
+    assert found.probability(-1.0, 0.95) > 0.999
 
 
 def test_impossible_budgets_are_refused() -> None:

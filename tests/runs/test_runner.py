@@ -15,7 +15,7 @@ import tailguard as tg
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.standing import Budget, standing
-from tailguard.evaluate.table import growth, percent, print_standing, standing_columns
+from tailguard.evaluate.table import budget_cell, growth, percent, print_standing, standing_columns
 from tailguard.evaluate.trained import AGENT, OPTIMUM, RANDOM
 from tailguard.runs.runner import RunResult, train, verdict
 
@@ -148,7 +148,7 @@ def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
         assert len(lines) == 3
         assert "…" not in "".join(lines)
         assert "CVaR 5 %/3d" in lines[0]
-        assert found.budgets[AGENT].verdict in lines[1]
+        assert budget_cell(found.budgets[AGENT]) in lines[1]
         assert ("agent ahead" in lines[0]) == shown
 
 

@@ -7,7 +7,8 @@ the squared returns. With volatility clustering the tail is dependent although r
 based on returns alone draws blocks of one bar.
 
 The ends of an interval are those of the bias-corrected accelerated bootstrap (BCa, Efron 1987), at levels widened by
-Student's t: a tail consists of a few bad days, and their variance is itself estimated from these few.
+Student's t: a tail consists of a few bad days, and their variance is itself estimated from these few. Intervals of
+all levels come from the same resamples and are nested: a higher level contains the lower ones.
 """
 
 from __future__ import annotations
@@ -89,6 +90,53 @@ class Interval:
     resamples: int
 
 
+@dataclass(frozen=True)
+class Resampled:
+    """A statistic on resampled series, from which its confidence interval of every level follows."""
+
+    estimate: float
+    drawn: Float
+    """The statistic on each resample, [B]."""
+    acceleration: float
+    """Of the BCa interval."""
+    freedom: float
+    """Degrees of freedom of Student's t by which the interval is widened."""
+    block: float
+    """Mean length of the resampled blocks, in observations."""
+    low_beyond: bool = False
+    """Whether the low end may lie below all resamples."""
+    high_beyond: bool = False
+    """Whether the high end may lie above all resamples."""
+
+    @property
+    def defined(self) -> bool:
+        """Whether the statistic is defined on every resample."""
+        return math.isfinite(self.estimate) and bool(np.isfinite(self.drawn).all())
+
+    def ends(self, level: float) -> tuple[float, float]:
+        """Ends of the confidence interval, NaN where the statistic is not defined on every resample."""
+        if not self.defined:
+            return math.nan, math.nan
+        width = student_quantile((1 + level) / 2, self.freedom)
+        low, high = bca_ends(self.drawn, self.estimate, self.acceleration, width)
+        reach = width * float(self.drawn.std(ddof=1))
+        centre = 2 * self.estimate - float(self.drawn.mean())
+        if self.low_beyond:
+            low = min(low, centre - reach)
+        if self.high_beyond:
+            high = max(high, centre + reach)
+        return low, high
+
+    def interval(self, level: float = 0.95) -> Interval:
+        """The confidence interval of this level."""
+        check_range("level", level, low=0, high=1, low_open=True, high_open=True)
+        low, high = self.ends(level)
+        count = len(self.drawn)
+        exceeding = int(np.count_nonzero(self.drawn - self.estimate >= self.estimate))
+        p_value = (1 + exceeding) / (count + 1) if self.defined else math.nan
+        return Interval(self.estimate, low, high, level, p_value, self.block, count)
+
+
 def interval(
     series: Float,
     statistic: Statistic,
@@ -103,7 +151,7 @@ def interval(
     `overlap`: bars of the windows the observations are returns of, where windows overlap; blocks are not shorter.
     The ends are NaN where the statistic is not defined on every resample.
     """
-    return _interval((series,), statistic, generator, level, resamples, overlap)
+    return resampled((series,), statistic, generator, resamples, overlap).interval(level)
 
 
 def paired_difference(
@@ -124,18 +172,17 @@ def paired_difference(
         raise ConfigError(
             f"paired series must cover the same bars; they have {len(first):,} and {len(second):,} observations"
         )
-    return _interval((first, second), statistic, generator, level, resamples, overlap)
+    return resampled((first, second), statistic, generator, resamples, overlap).interval(level)
 
 
-def _interval(
+def resampled(
     series: Sequence[Float],
     statistic: Statistic,
     generator: np.random.Generator,
-    level: float,
-    resamples: int,
-    overlap: int,
-) -> Interval:
-    check_range("level", level, low=0, high=1, low_open=True, high_open=True)
+    resamples: int = RESAMPLES,
+    overlap: int = 1,
+) -> Resampled:
+    """Resample a statistic of one series [n], or of the first minus that of the second of two."""
     check_count("resamples", resamples, low=100)
     check_count("overlap", overlap)
     count = len(series[0])
@@ -146,7 +193,7 @@ def _interval(
 
     estimate = float(combine([statistic.of_rows(each) for each in series]))
     if not math.isfinite(estimate):
-        return Interval(estimate, math.nan, math.nan, level, math.nan, math.nan, resamples)
+        return Resampled(estimate, np.full(resamples, math.nan), math.nan, math.nan, math.nan)
     influence = combine([statistic.influence(each) for each in series])
     memory = [influence, *((each - each.mean()) ** 2 for each in series)]
     # Slightly long blocks cost little; weak dependence that the rule takes for noise costs coverage.
@@ -158,20 +205,19 @@ def _interval(
             for rows in stationary_rows(count, block, resamples, generator)
         ]
     )
-    if not np.isfinite(drawn).all():
-        return Interval(estimate, math.nan, math.nan, level, math.nan, block, resamples)
     sums = block_sums(influence, block)
-    width = student_quantile((1 + level) / 2, min(degrees_of_freedom(sums), statistic.share * count / block))
-    low, high = bca_ends(drawn, estimate, acceleration(sums), width)
-    if statistic.share < 1:
-        # No resample is worse than the worst observation, so its quantiles end there; the true value may be beyond.
-        reach = width * float(drawn.std(ddof=1))
-        centre = 2 * estimate - float(drawn.mean())
-        low = min(low, centre - reach)
-        if len(series) == 2:
-            high = max(high, centre + reach)
-    exceeding = int(np.count_nonzero(drawn - estimate >= estimate))
-    return Interval(estimate, low, high, level, (1 + exceeding) / (resamples + 1), block, resamples)
+    # No resample is worse than the worst observation, so the quantiles of a tail end there; the true value may be
+    # beyond.
+    tail = statistic.share < 1
+    return Resampled(
+        estimate,
+        drawn,
+        acceleration(sums),
+        freedom=min(degrees_of_freedom(sums), statistic.share * count / block),
+        block=block,
+        low_beyond=tail,
+        high_beyond=tail and len(series) == 2,
+    )
 
 
 def stationary_rows(

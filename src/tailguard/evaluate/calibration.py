@@ -8,6 +8,7 @@ the number of bars they span, and the test corrects for this dependence.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, get_args
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tailguard.errors import ConfigError
-from tailguard.evaluate.bootstrap import RESAMPLES, Interval, cvar_statistic, interval
+from tailguard.evaluate.bootstrap import RESAMPLES, Interval, Resampled, cvar_statistic, resampled
 from tailguard.evaluate.metrics import horizon_drawdowns, horizon_returns
 from tailguard.evaluate.volatility import tail_deviations
 from tailguard.validate import check_choice, check_count, check_range
@@ -26,6 +27,8 @@ Float = NDArray[np.float64]
 
 Outcome = Literal["return", "drawdown"]
 """What a budget limits: the return over a window, or the maximum drawdown within it."""
+BISECTIONS = 16
+"""The level of an interval is found to 2⁻¹⁶, less than a tenth of what one draw tells."""
 
 
 def pit_values(predicted: Float, realised: Float) -> Float:
@@ -166,6 +169,89 @@ class RiskBudget:
     """Number of worst windows, counted without overlap, that the estimate rests on."""
     outcome: Outcome = "return"
     """The outcome of a window: return or drawdown."""
+    probability: float = math.nan
+    """Probability that the true CVaR keeps the limit, from the evidence of the interval (`TailEvidence.probability`).
+    With a 95 % interval, at least 97.5 % where the budget is kept, at most 2.5 % where it is broken. NaN: not known."""
+
+
+@dataclass(frozen=True)
+class TailEvidence:
+    """What a record says about the true CVaR of its windows: its confidence interval of every level."""
+
+    bootstrap: Resampled
+    """The CVaR on resampled windows."""
+    deviations: Float
+    """log(estimated CVaR / true CVaR) of simulated records with the same persistence of volatility, [n]; empty where
+    there are none."""
+
+    def ends(self, level: float) -> tuple[float, float]:
+        """Ends of the confidence interval: each is the wider of the bootstrap's and the simulation's."""
+        low, high = self.bootstrap.ends(level)
+        if len(self.deviations):
+            below, above = np.quantile(self.deviations, ((1 - level) / 2, (1 + level) / 2))
+            low = min(low, self.bootstrap.estimate * math.exp(-float(below)))
+            high = max(high, self.bootstrap.estimate * math.exp(-float(above)))
+        # An account cannot lose more than its equity.
+        return max(low, -1.0), high
+
+    def interval(self, level: float) -> Interval:
+        """The confidence interval of this level."""
+        low, high = self.ends(level)
+        return replace(self.bootstrap.interval(level), low=low, high=high)
+
+    def probability(self, limit: float, level: float) -> float:
+        """Probability that the true CVaR is at or above the limit: the interval inverted in its level.
+
+        (1 + L) / 2 for the highest level L at which the whole interval is at or above the limit, (1 − L) / 2 for the
+        highest at which all of it is below, and ½ where the limit is inside at every level. Where the bootstrap and the
+        simulation differ, it is therefore the probability that claims less, the one nearer to ½, and ½ where they
+        disagree on the side. It does not increase with the limit. It is never nearer to 0 or 1 than one draw in all
+        draws of the smaller of the two samples. `level`: that of the verdict, which the probability agrees with.
+        """
+        if not self.bootstrap.defined:
+            return math.nan
+        draws = min(len(each) for each in (self.bootstrap.drawn, self.deviations) if len(each))
+        top = max(1 - 2 / (draws + 1), level)
+        above = _highest_level(lambda each: self.ends(each)[0] >= limit, level, top)
+        below = _highest_level(lambda each: self.ends(each)[1] < limit, level, top)
+        return (1 + above - below) / 2
+
+
+def _highest_level(holds: Callable[[float], bool], level: float, top: float) -> float:
+    """The highest level from 0 to `top` at which a property holds that nested intervals lose as they widen; 0: none.
+
+    By bisection, split at `level`, so that the result is on the same side of it as the property at `level` says.
+    """
+    if not holds(0.0):
+        return 0.0
+    if holds(top):
+        return top
+    begin, end = (level, top) if holds(level) else (0.0, level)
+    for _ in range(BISECTIONS):
+        middle = (begin + end) / 2
+        begin, end = (middle, end) if holds(middle) else (begin, middle)
+    return begin
+
+
+def tail_evidence(
+    equity: Float,
+    generator: np.random.Generator,
+    *,
+    alpha: float = 0.05,
+    horizon: int = 1,
+    outcome: Outcome = "return",
+    resamples: int = RESAMPLES,
+) -> TailEvidence:
+    """What an equity curve [T + 1] says about the CVaR of all its windows of `horizon` bars.
+
+    Drawdowns scale with volatility as losses do, so the simulated losses (`volatility.tail_deviations`) are used for
+    both outcomes.
+    """
+    outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
+    found = resampled((outcomes,), cvar_statistic(alpha), generator, resamples, overlap=horizon)
+    deviations = tail_deviations(horizon_returns(equity, 1), alpha, horizon, generator)
+    # The simulated deviations are factors of a loss: they say nothing about a tail without one.
+    return TailEvidence(found, deviations if found.estimate < 0 else deviations[:0])
 
 
 def tail_interval(
@@ -178,22 +264,10 @@ def tail_interval(
     level: float = 0.95,
     resamples: int = RESAMPLES,
 ) -> Interval:
-    """CVaR of all windows of `horizon` bars of an equity curve [T + 1], and its interval.
-
-    Each end is the wider of two: that of the bootstrap, and that of simulated records with the same persistence of
-    volatility (`volatility.tail_deviations`). Drawdowns scale with volatility as losses do, so the simulated losses are
-    used for both outcomes.
-    """
-    outcomes = horizon_returns(equity, horizon) if outcome == "return" else horizon_drawdowns(equity, horizon)
-    found = interval(outcomes, cvar_statistic(alpha), generator, level=level, resamples=resamples, overlap=horizon)
-    deviations = tail_deviations(horizon_returns(equity, 1), alpha, horizon, generator)
-    if not found.estimate < 0 or not len(deviations) or math.isnan(found.low):
-        return found
-    below, above = np.quantile(deviations, ((1 - level) / 2, (1 + level) / 2))
-    # An account cannot lose more than its equity.
-    low = max(found.estimate * math.exp(-float(below)), -1.0)
-    high = found.estimate * math.exp(-float(above))
-    return replace(found, low=min(found.low, low), high=max(found.high, high))
+    """CVaR of all windows of `horizon` bars of an equity curve [T + 1], and its interval by `tail_evidence`."""
+    return tail_evidence(
+        equity, generator, alpha=alpha, horizon=horizon, outcome=outcome, resamples=resamples
+    ).interval(level)
 
 
 def risk_budget(
@@ -220,13 +294,21 @@ def risk_budget(
         raise ConfigError(
             f"horizon: {horizon} bars; {len(equity) - 1:,} bars of equity have too few windows of that length to judge"
         )
-    found = tail_interval(
-        equity, generator, alpha=alpha, horizon=horizon, outcome=outcome, level=level, resamples=resamples
-    )
+    evidence = tail_evidence(equity, generator, alpha=alpha, horizon=horizon, outcome=outcome, resamples=resamples)
+    found = evidence.interval(level)
     if found.low >= limit:
         verdict = Verdict.KEPT
     elif found.high < limit:
         verdict = Verdict.BROKEN
     else:
         verdict = Verdict.UNDECIDED
-    return RiskBudget(verdict, found, limit, alpha, horizon, alpha * (len(equity) - 1) / horizon, outcome)
+    return RiskBudget(
+        verdict=verdict,
+        cvar=found,
+        limit=limit,
+        alpha=alpha,
+        horizon=horizon,
+        tail_windows=alpha * (len(equity) - 1) / horizon,
+        outcome=outcome,
+        probability=evidence.probability(limit, level),
+    )

@@ -57,7 +57,7 @@ def standing_columns(standing: Standing) -> dict[str, dict[str, str]]:
     heading, tails = tail_column(standing.results, standing.budgets)
     columns[heading] = tails
     if standing.budgets:
-        columns["budget"] = {name: str(found.verdict) for name, found in standing.budgets.items()}
+        columns["budget"] = {name: budget_cell(found) for name, found in standing.budgets.items()}
     columns[TURNOVER] = {name: f"{each['turnover_per_day']:.2f}" for name, each in figures.items()}
     columns[AHEAD] = {
         name: p_value(standing.beaten[name].p_value) if name in standing.beaten else "" for name in standing.results
@@ -118,6 +118,13 @@ def tail_column(results: Mapping[str, BacktestResult], budgets: Mapping[str, Ris
         }
     span, unit = ("week", "wk") if "cvar_5_week" in own.metrics else ("bar", "bar")
     return f"CVaR 5 %/{unit}", {name: tail_cell(result, span) for name, result in results.items()}
+
+
+def budget_cell(found: RiskBudget) -> str:
+    """kept, broken, or kept? 38 % with the probability that the limit holds; undecided where it is not known."""
+    if found.verdict != "undecided" or math.isnan(found.probability):
+        return str(found.verdict)
+    return f"kept? {100 * found.probability:.0f} %"
 
 
 def tail_cell(result: BacktestResult, span: str = "week") -> str:

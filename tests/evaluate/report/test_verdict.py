@@ -12,7 +12,7 @@ from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.calibration import RiskBudget
 from tailguard.evaluate.calibration import Verdict as Budgeted
 from tailguard.evaluate.report.collect import AlarmRaised, Evidence
-from tailguard.evaluate.report.verdict import Judgement, judge, verdict, window_in_words
+from tailguard.evaluate.report.verdict import Judgement, budget_in_words, judge, verdict, window_in_words
 from tailguard.evaluate.stress import Scenario
 
 
@@ -81,14 +81,33 @@ def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: Eviden
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("kept", "was kept"), ("broken", "was broken"), ("undecided", "cannot decide")]
+    ("kind", "probability", "words"),
+    [
+        ("kept", 0.984, "the risk budget was kept (probability that the limit holds: 98.4 %)."),
+        ("kept", 0.9974, "the risk budget was kept (probability that the limit holds: more than 99 %)."),
+        ("broken", 0.0026, "the risk budget was broken (probability that the limit holds: less than 1 %)."),
+        ("undecided", 0.38, "the record cannot decide; the limit holds with a probability of 38 %."),
+        ("undecided", 0.06, "the risk budget was probably broken; the limit holds with a probability of 6.0 %."),
+        ("undecided", 0.93, "the risk budget was probably kept; the limit holds with a probability of 93.0 %."),
+        ("undecided", math.nan, "the record cannot decide whether the risk budget holds."),
+        ("kept", math.nan, "the risk budget was kept."),
+    ],
 )
-def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, words: str) -> None:
+def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, probability: float, words: str) -> None:
     found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
-    budget = RiskBudget(Budgeted(kind), found, -0.04, 0.05, 168, 2.6)
+    budget = RiskBudget(Budgeted(kind), found, -0.04, 0.05, 168, 2.6, probability=probability)
     text = str(verdict(replace(grown(evidence), budgets={"agent": budget})))
-    assert "With a limit of -4.0 %, the worst 5 % of weeks made -3.1 % on average" in text
-    assert words in text
+    assert (
+        "With a limit of -4.0 %, the worst 5 % of weeks made -3.1 % on average (95 % interval -5.0 % to -2.0 %, "
+        f"from 2.6 tail windows without overlap): {words}"
+    ) in text
+
+
+@pytest.mark.parametrize(("windows", "words"), [(432.4, "432"), (2.25, "2.2"), (0.371, "0.37"), (0.012, "0.012")])
+def test_the_tail_windows_behind_a_verdict_are_counted(windows: float, words: str) -> None:
+    found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
+    budget = RiskBudget(Budgeted.KEPT, found, -0.06, 0.05, 168, windows, probability=0.98)
+    assert f"from {words} tail windows without overlap" in budget_in_words(budget, 8_766.0)
 
 
 def test_windows_are_called_by_the_time_they_take() -> None:

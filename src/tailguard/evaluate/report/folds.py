@@ -18,7 +18,7 @@ from tailguard.evaluate.report.style import GREY, times
 from tailguard.evaluate.report.verdict import budget_in_words, overfitting_in_words, probability
 from tailguard.evaluate.significance import sharpe_evidence
 from tailguard.evaluate.standing import judge_budget
-from tailguard.evaluate.table import growth_of, percent, print_rows, with_interval
+from tailguard.evaluate.table import budget_cell, growth_of, percent, print_rows, with_interval
 from tailguard.evaluate.walk_forward import WalkForward
 
 HOLD = "buy & hold"
@@ -48,7 +48,7 @@ def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
                 with_interval(ratio),
                 percent(result.metrics["max_drawdown"]),
                 percent(costs_per_year(result), sign=False),
-                "–" if judged is None else str(judged.verdict),
+                "–" if judged is None else budget_cell(judged),
             )
         )
     return rows

@@ -14,7 +14,16 @@ from tailguard.evaluate.report.collect import Evidence
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
-from tailguard.evaluate.table import growth_column, growth_of, number, p_value, percent, tail_column, with_interval
+from tailguard.evaluate.table import (
+    budget_cell,
+    growth_column,
+    growth_of,
+    number,
+    p_value,
+    percent,
+    tail_column,
+    with_interval,
+)
 
 SECTIONS = {
     "equity": "Did it grow?",
@@ -92,7 +101,7 @@ def _growth(page: Page, evidence: Evidence) -> None:
                 with_interval(evidence.sharpes[name]),
                 percent(figures["max_drawdown"]),
                 tails.get(name, "–"),
-                *(["–" if judged is None else str(judged.verdict)] if evidence.budgets else []),
+                *(["–" if judged is None else budget_cell(judged)] if evidence.budgets else []),
                 percent(figures["volatility"], sign=False),
                 f"{figures['turnover_per_day']:.2f}",
                 percent(costs_per_year(result), sign=False),
@@ -174,9 +183,6 @@ def _risk(page: Page, evidence: Evidence) -> None:
     own = evidence.agent
     if evidence.budget is not None:
         page.paragraph(budget_in_words(evidence.budget, own.bars_per_year))
-        page.paragraph(
-            f"This is based on {evidence.budget.tail_windows:.1f} worst windows, counted without overlap.", "soft"
-        )
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
     falls = evidence.budget is not None and evidence.budget.outcome == "drawdown"

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tailguard.evaluate.significance import Overfitting
 
 CONFIDENCE = 0.95
+LIKELY = 0.1
+"""Where the record cannot decide on a budget, it is called probably kept or probably broken up to this probability of
+the contrary."""
 
 
 class Judgement(StrEnum):
@@ -132,18 +135,38 @@ def ratio_against(difference: Interval, other: str) -> str:
 
 
 def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
-    """The budget, the realised CVaR, and the verdict."""
+    """The budget, the realised CVaR and the tail windows it rests on, and the verdict with its probability."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
     did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
-    found = f"{percent(budget.cvar.estimate)} on average, 95 % interval {percent(budget.cvar.low)} to "
-    found += percent(budget.cvar.high)
-    ends = {
-        "kept": "the risk budget was kept",
-        "broken": "the risk budget was broken",
-        "undecided": "the record cannot decide whether the budget holds",
-    }
-    few = "" if budget.tail_windows >= 1 else f" The estimate rests on {budget.tail_windows:.1f} worst windows."
-    return f"With a limit of {percent(budget.limit)}, {what} {did} {found}: {ends[budget.verdict]}.{few}"
+    cvar = budget.cvar
+    known = (
+        f"{100 * cvar.level:g} % interval {percent(cvar.low)} to {percent(cvar.high)}, from "
+        f"{_count(budget.tail_windows)} tail windows without overlap"
+    )
+    return (
+        f"With a limit of {percent(budget.limit)}, {what} {did} {percent(cvar.estimate)} on average ({known}): "
+        f"{_budget_verdict(budget)}."
+    )
+
+
+def _budget_verdict(budget: RiskBudget) -> str:
+    decided, known = budget.verdict != "undecided", not math.isnan(budget.probability)
+    if decided:
+        holds = f" (probability that the limit holds: {chance(budget.probability)})" if known else ""
+        return f"the risk budget was {budget.verdict}{holds}"
+    if not known:
+        return "the record cannot decide whether the risk budget holds"
+    words = "the record cannot decide"
+    if budget.probability <= LIKELY or budget.probability >= 1 - LIKELY:
+        words = f"the risk budget was probably {'kept' if budget.probability > 0.5 else 'broken'}"
+    return f"{words}; the limit holds with a probability of {chance(budget.probability)}"
+
+
+def _count(windows: float) -> str:
+    """433, 2.3, 0.37."""
+    if windows >= 10:
+        return f"{windows:,.0f}"
+    return f"{windows:.1f}" if windows >= 1 else f"{windows:.2g}"
 
 
 def overfitting_in_words(found: Overfitting, what: str) -> str:
@@ -196,6 +219,13 @@ def share(value: float) -> str:
 def probability(value: float) -> str:
     """A probability in percent; never 100 %."""
     return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
+
+
+def chance(value: float) -> str:
+    """A probability in percent; not nearer to 0 or 100 % than the draws behind a verdict on a budget tell."""
+    if not 0.01 <= value <= 0.99:
+        return "less than 1 %" if value < 0.5 else "more than 99 %"
+    return f"{100 * value:.0f} %" if 0.1 <= value <= 0.9 else f"{100 * value:.1f} %"
 
 
 def _list(names: list[str]) -> str:
