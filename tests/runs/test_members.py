@@ -1,0 +1,193 @@
+"""Several agents as one run: each leaves out its fold, the mean is calibrated on what none has seen, and it resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tailguard as tg
+from tailguard.algorithm.ensemble import Ensemble
+from tailguard.cli import app
+from tailguard.config import RunConfig
+from tailguard.errors import ConfigError
+from tailguard.evaluate.trained import AGENT, open_run, split_of
+from tailguard.risk.cvar import cvar_from_samples
+from tailguard.risk.exposure import cvar_bound
+from tailguard.runs.folder import RunFolder
+from tailguard.runs.members import Members, train_members
+from tailguard.runs.runner import resume_run, train
+from tailguard.runs.validation import Validation
+
+PATHWISE = (
+    "learner=pathwise",
+    "pathwise.network.hidden=[8]",
+    "pathwise.network.lstm_size=8",
+    "risk.limit=-0.02",
+    "risk.alpha=0.2",
+    "training.members=3",
+)
+"""Three members, each of three iterations on 8 whole episodes of 32 bars."""
+
+
+@pytest.fixture
+def config(small_config: Any) -> RunConfig:
+    return small_config(*PATHWISE)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, small_config: Any) -> tuple[Any, str]:
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115 (lives as long as the console)
+    result = train(small_config(*PATHWISE), tmp_path_factory.mktemp("runs") / "three", console)
+    return result, console.export_text()
+
+
+def test_each_member_trains_without_its_own_fold(config: RunConfig) -> None:
+    bars = tg.make_market(2_500, seed=0, signal=30).bars
+    members = Members(config, split_of(config, bars).train, seed=4)
+    folds, seeds = [], []
+    for number in range(3):
+        member = members.build(number)
+        env: Any = member.agent.env
+        time = env.prepared.panel.time
+        first, last = member.fold.first_ms, member.fold.last_ms
+        begin, end = time[env.starts], time[env.starts + 32]
+        assert ((end < first) | (begin > last)).all()
+        held = member.held_out()
+        assert held.overlap == 8
+        assert (time[held.starts] >= first).all()
+        assert (time[held.starts + 32] <= last).all()
+        folds.append((first, last))
+        seeds.append(member.agent.seed)
+    assert seeds == [4, 5, 6]
+    assert sorted(folds) == folds
+    assert all(one[1] < two[0] for one, two in pairwise(folds))
+
+
+def test_the_exposure_keeps_the_limit_on_what_no_member_has_seen(tmp_path: Path, small_config: Any) -> None:
+    """Trade every held-out episode again, and compute the tail and its bound from their outcomes."""
+    config = small_config(*PATHWISE, "pathwise.learning_rate=0.1", "training.total_timesteps=2560")
+    bars = tg.make_market(2_500, seed=0, signal=30).bars
+    split = split_of(config, bars)
+    members = Members(config, split.train, seed=0)
+    validation = Validation(members.first, split.validation)
+    agent = train_members(
+        members, RunFolder(tmp_path), validation, Console(quiet=True), resume=False, again="", ask=lambda _: False
+    )
+    assert isinstance(agent, Ensemble)
+    found = agent.calibration
+    held = [members.build(number).held_out() for number in range(3)]
+
+    def outcomes(exposure: float) -> torch.Tensor:
+        own = [part.trade(Ensemble([one], exposure)) for part, one in zip(held, agent.members, strict=True)]
+        own += [part.trade(Ensemble(agent.members, exposure)) for part in validation.parts]
+        return torch.cat([each.measured for each in own])
+
+    assert found.uncalibrated == pytest.approx(float(cvar_from_samples(outcomes(1.0).flatten(), 0.2)))
+    assert found.cvar == pytest.approx(float(cvar_from_samples(outcomes(agent.exposure).flatten(), 0.2)))
+    assert found.bound == pytest.approx(cvar_bound(outcomes(agent.exposure), 0.2, 0.9, block=16))
+    assert -0.02 <= found.bound < -0.0197 or agent.exposure == 3.0
+    assert found.tail_episodes == pytest.approx(0.2 * len(outcomes(1.0)) / 8)
+
+
+def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(finished: Any) -> None:
+    result, text = finished
+    assert isinstance(result.agent, Ensemble)
+    assert len(result.agent.members) == 3
+    for number in (1, 2, 3):
+        assert f"{number} of 3, trained without" in text
+    assert f"exposure ×{result.agent.exposure:.2f}: as learned, the worst 20 % of held-out episodes made" in text
+    assert "confidence no less than" in text
+    for number in range(3):
+        lines = (result.folder / "members" / str(number) / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["time/total_timesteps"] == 768
+    opened = open_run(result.folder)
+    assert isinstance(opened.agent, Ensemble)
+    again = tg.backtest(opened.agent, opened.part("test"))
+    np.testing.assert_array_equal(again.equity, result.results[AGENT].equity)
+
+
+def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path) -> None:
+    result, _ = finished
+    for arguments in (
+        ["report", str(result.folder), "--out", str(tmp_path / "report.html")],
+        ["backtest", str(result.folder)],
+        ["compare", str(result.folder), str(result.folder)],
+    ):
+        found = CliRunner().invoke(app, arguments)
+        assert found.exit_code in (0, 2), found.output
+        assert "Traceback" not in found.output
+        assert found.exception is None or isinstance(found.exception, SystemExit)
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_an_interrupted_run_resumes_with_the_member_that_was_interrupted(
+    finished: Any, tmp_path: Path, small_config: Any
+) -> None:
+    """Stopped in the second of three members; the ensemble is that of the run that nobody disturbed, bit by bit."""
+    result, _ = finished
+    folder = tmp_path / "stopped"
+    config = small_config(*PATHWISE)
+    second = folder / "members" / "1" / "metrics.jsonl"
+
+    class StopsLater(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*objects, **options)
+            if any("2 of 3" in str(item) for item in objects):
+                os.kill(os.getpid(), signal.SIGTERM)  # caught by Python's handler before training sets its own
+
+    previous = signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(143)))
+    try:
+        with pytest.raises(SystemExit):
+            train(config, folder, StopsLater(quiet=False, file=open("/dev/null", "w")))  # noqa: SIM115
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not (folder / AGENT).exists()
+    assert (folder / "members" / "0" / "checkpoints").is_dir()
+    assert not second.exists()
+    resumed = resume_run(folder, Console(quiet=True))
+    assert resumed.agent.exposure == result.agent.exposure
+    for one, two in zip(resumed.agent.members, result.agent.members, strict=True):
+        for name, weights in one.agent.state_dict().items():
+            assert torch.equal(weights, two.agent.state_dict()[name]), name
+
+
+def test_without_a_limit_one_agent_is_trained_on_all_bars(tmp_path: Path, small_config: Any) -> None:
+    config = small_config(*PATHWISE, "risk.limit=null", "training.members=0")
+    assert config.members == 1
+    result = train(config, tmp_path / "one", Console(quiet=True))
+    assert isinstance(result.agent, tg.PathwiseLearner)
+    assert (result.folder / "metrics.jsonl").read_text()
+    assert small_config("risk.limit=-0.02").members == 4
+
+
+def test_one_member_with_a_limit_is_calibrated_on_the_validation_part(tmp_path: Path, small_config: Any) -> None:
+    config = small_config(*PATHWISE, "training.members=1")
+    result = train(config, tmp_path / "one", Console(quiet=True))
+    assert isinstance(result.agent, Ensemble)
+    assert result.agent.calibration.bound >= -0.02
+    off = train(
+        small_config(*PATHWISE, "training.members=1", "risk.confidence=0"), tmp_path / "off", Console(quiet=True)
+    )
+    assert isinstance(off.agent, tg.PathwiseLearner)
+
+
+def test_too_many_members_for_the_bars_are_refused_before_training(tmp_path: Path, small_config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"training\.members: 60 folds"):
+        train(small_config(*PATHWISE, "training.members=60"), tmp_path / "run", Console(quiet=True))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_new_run_removes_the_members_of_the_old_one(tmp_path: Path, config: RunConfig, small_config: Any) -> None:
+    train(config, tmp_path / "run", Console(quiet=True))
+    train(small_config(), tmp_path / "run", Console(quiet=True), replace=True)
+    assert not (tmp_path / "run" / "members").exists()
