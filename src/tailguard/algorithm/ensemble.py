@@ -20,6 +20,7 @@ from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.models.inference import StepPolicy
 from tailguard.risk.exposure import Exposure
+from tailguard.risk.throttle import Throttle
 from tailguard.sealed import read_about, read_sealed, write_sealed
 from tailguard.validate import check_range
 
@@ -35,9 +36,12 @@ class Ensemble:
 
     `members`: at least one; agents with continuous actions, trained on the same features and scaling.
     `exposure`: a factor on the mean action, or an `Exposure` that also says how it was found.
+    `throttled`: whether realised losses reduce the exposure further in backtests and trading; needs an `Exposure`.
     """
 
-    def __init__(self, members: Sequence[Learner], exposure: float | Exposure = 1.0) -> None:
+    def __init__(
+        self, members: Sequence[Learner], exposure: float | Exposure = 1.0, *, throttled: bool = False
+    ) -> None:
         if not members:
             raise ConfigError("members: an ensemble needs at least one agent")
         self.members = tuple(members)
@@ -45,6 +49,7 @@ class Ensemble:
         """How the exposure was found; None where it was given."""
         self.exposure = exposure.factor if isinstance(exposure, Exposure) else exposure
         check_range("exposure", self.exposure, low=0)
+        self.throttled = throttled
         first = self.members[0]
         if not isinstance(first.env.action_space, Box):
             raise ConfigError(
@@ -94,6 +99,11 @@ class Ensemble:
 
         return step
 
+    def make_throttle(self) -> Throttle | None:
+        """A fresh throttle for an account that the ensemble trades; None where it has none."""
+        found = self.calibration
+        return Throttle(found.limit, found.alpha) if self.throttled and found is not None else None
+
     def _combined(self, actions: Sequence[Tensor]) -> Tensor:
         mean = actions[0] if len(actions) == 1 else torch.stack(list(actions)).mean(0)
         return (mean * self.exposure).clamp(self._low, self._high)
@@ -119,6 +129,7 @@ class Ensemble:
         about = {
             "tailguard": __version__,
             "exposure": self.exposure,
+            "throttled": self.throttled,
             "calibration": None if self.calibration is None else asdict(self.calibration),
             "members": [describe(member) for member in self.members],
         }
@@ -141,7 +152,8 @@ class Ensemble:
                 for member, pair in zip(about["members"], names, strict=True)
             ]
             found = about["calibration"]
-            return cls(members, about["exposure"] if found is None else Exposure.from_dict(found))
+            exposure = about["exposure"] if found is None else Exposure.from_dict(found)
+            return cls(members, exposure, throttled=bool(about["throttled"]))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{folder}: not the description of an ensemble: {error!r}") from error
 

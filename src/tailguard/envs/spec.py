@@ -126,11 +126,15 @@ def task_for(
 ) -> tuple[TradingTask, NDArray[np.bool_], Panel]:
     """The agent's task on new bars, the rows on which its features are defined, and the bars' arrays."""
     prepared = prepare(bars, scaler=spec.scaler, accounts=spec.accounts)
+    return task_on(spec, prepared, config, dtype), prepared.usable, prepared.panel
+
+
+def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | None, dtype: torch.dtype) -> TradingTask:
+    """The agent's task on new bars whose features are computed and scaled by the agent's scaler."""
     spec.check_fits(prepared.panel)
-    market = build_market(prepared.panel, config or spec.market, dtype=dtype)
     features = torch.as_tensor(prepared.features)
-    task = TradingTask(
-        market=market,
+    return TradingTask(
+        market=build_market(prepared.panel, config or spec.market, dtype=dtype),
         features=features,
         feature_names=prepared.names,
         episode_length=spec.episode_length,
@@ -138,4 +142,3 @@ def task_for(
         shield=spec.shield,
         volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
     )
-    return task, prepared.usable, prepared.panel

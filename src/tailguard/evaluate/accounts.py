@@ -51,6 +51,9 @@ def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
     def side_by_side(values: Sequence[Float], weight: Float, fill: float) -> Float:
         return np.hstack([weight[:, [account]] * spread(account, each, fill) for account, each in enumerate(values)])
 
+    throttles = [
+        spread(account, result.throttle, 1.0) for account, result in enumerate(results) if result.throttle is not None
+    ]
     shielded = [spread(account, result.shielded.astype(np.float64)) for account, result in enumerate(results)]
     return BacktestResult(
         time=time,
@@ -66,4 +69,5 @@ def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
         liquidated=any(result.liquidated for result in results),
         bars_per_year=results[0].bars_per_year,
         symbols=tuple(symbol for result in results for symbol in result.symbols),
+        throttle=np.mean(throttles, axis=0) if throttles else None,
     )

@@ -25,6 +25,7 @@ from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy
 from tailguard.monitor.progress import DelayedBar
 from tailguard.monitor.summary import html_table, one_line
+from tailguard.risk.throttle import Throttle
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
@@ -58,6 +59,13 @@ class Agent(Protocol):
     ) -> tuple[Any, Any]: ...
 
 
+@runtime_checkable
+class Throttled(Protocol):
+    """An agent that may have a throttle on its exposure."""
+
+    def make_throttle(self) -> Throttle | None: ...
+
+
 @dataclass(frozen=True, repr=False)
 class BacktestResult:
     """The result, bar by bar. `T` bars were traded; all fractions are of the equity before the bar."""
@@ -86,6 +94,8 @@ class BacktestResult:
     """Whether the account was liquidated; it stays flat from then on."""
     bars_per_year: float
     symbols: tuple[str, ...]
+    throttle: Float | None = None
+    """Factor of the agent's throttle on its exposure, [T]; None without one. `targets` are those after it."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -102,6 +112,7 @@ class BacktestResult:
             "net_exposure": float(self.weights.sum(-1).mean()),
             "time_in_market": float((gross > 0).mean()),
             "shielded": float(self.shielded.mean()),
+            "throttled": 0.0 if self.throttle is None else float((self.throttle < 1).mean()),
             "unfilled_per_day": float(self.unfilled.mean() * per_day),
             **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
         }
@@ -158,6 +169,7 @@ def backtest(
     dtype: torch.dtype = torch.float64,
     progress_bar: bool = True,
     warn_in_sample: bool = True,
+    throttle: bool = True,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -170,6 +182,7 @@ def backtest(
     from `seed`. Its weights and account inputs stay exact.
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
     `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
+    `throttle`: reduce the exposure of an agent that has a throttle by the losses that it makes on these bars.
 
     An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
     whenever it ends, while the account continues. Before each gap in the bars all positions are closed. A
@@ -196,7 +209,8 @@ def backtest(
         usable = np.ones(panel.rows, bool)
         task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
         decide = FunctionDecider(policy, panel) if callable(policy) else ArrayDecider(policy, panel)
-    return _run(task, decide, panel, usable, delay, progress_bar)
+    control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None
+    return _run(task, decide, panel, usable, delay, progress_bar, control)
 
 
 def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
@@ -240,7 +254,13 @@ def _stretches(panel: Panel, usable: NDArray[np.bool_]) -> Iterator[tuple[int, i
 
 
 def _run(
-    task: TradingTask, decide: Decider, panel: Panel, usable: NDArray[np.bool_], delay: int, progress_bar: bool
+    task: TradingTask,
+    decide: Decider,
+    panel: Panel,
+    usable: NDArray[np.bool_],
+    delay: int,
+    progress_bar: bool,
+    throttle: Throttle | None,
 ) -> BacktestResult:
     stretches = list(_stretches(panel, usable))
     if not stretches:
@@ -261,6 +281,8 @@ def _run(
             window = Window(account.equity, account.equity)
             for row in range(begin, end):
                 if window.age >= task.episode_length:
+                    if throttle is not None:
+                        throttle.observe(account.equity / window.start_equity - 1)
                     window = Window(account.equity, account.equity)
                 if liquidated or (goes_on and row == end - 1):
                     target = flat
@@ -269,6 +291,9 @@ def _run(
                     check_target(asked, panel, row, config)
                     waiting.append(asked)
                     target = waiting.popleft()
+                if throttle is not None:
+                    course.throttle[done] = throttle.factor
+                    target = [weight * throttle.factor for weight in target]
                 if shield is not None and any(target) and not np.isnan(target).any():
                     equity, start = (
                         torch.tensor([value], dtype=torch.float64) for value in (account.equity, window.start_equity)
@@ -287,7 +312,7 @@ def _run(
                 if not done % 256:
                     bar.show(done)
     course.equity[done], course.weights[done] = account.equity, account.weights
-    return _book(task, course, panel, liquidated)
+    return replace(_book(task, course, panel, liquidated), throttle=None if throttle is None else course.throttle)
 
 
 @dataclass(frozen=True)
@@ -304,6 +329,8 @@ class _Course:
     """[T, A]"""
     shielded: NDArray[np.bool_]
     """[T]"""
+    throttle: Float
+    """[T]"""
 
     @classmethod
     def empty(cls, rows: NDArray[np.int64], assets: int) -> _Course:
@@ -314,6 +341,7 @@ class _Course:
             np.empty((count + 1, assets)),
             np.empty((count, assets)),
             np.zeros(count, bool),
+            np.ones(count),
         )
 
 

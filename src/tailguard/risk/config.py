@@ -39,6 +39,9 @@ class RiskConfig:
     volatility_half_life: int = 48
     """With a limit, weights are scaled down while recent volatility, with this half-life in bars, is above its median
     in training; 0: off."""
+    throttle: bool = True
+    """Whether losses that are realised in backtests and trading reduce the exposure further: a backstop for a market
+    that has changed. For a limit on episodes."""
     kp: float | None = None
     """Proportional gain of the Lagrange multiplier λ on a relative violation, 0 to 5; none: 0.5 for ppo, 2 for
     pathwise."""

@@ -153,7 +153,7 @@ def _result(
         overlap=max(part.overlap for part, _ in parts),
     )
     say(console, f"exposure {describe_exposure(found)}")
-    return Ensemble(agents, found)
+    return Ensemble(agents, found, throttled=risk.throttle and risk.measure == "episode")
 
 
 def describe_exposure(found: Exposure) -> str:
