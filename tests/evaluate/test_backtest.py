@@ -12,11 +12,14 @@ import pytest
 import torch
 
 import tailguard as tg
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.envs.shield import Shield
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import HOLD, Moment
 from tailguard.market import MarketConfig, build_market, open_accounts, step
+from tailguard.risk.exposure import Exposure
+from tailguard.risk.throttle import Throttle
 
 
 def test_an_array_of_weights_is_the_simulator_bar_by_bar(bars) -> None:
@@ -333,3 +336,28 @@ def test_a_backtest_on_other_bars_does_not_warn(bars, split, careful, tmp_path) 
         tg.backtest(older, bars)
     with pytest.warns(BarsWarning, match="in-sample"):
         tg.backtest(loaded, split.train)
+
+
+def test_a_throttle_follows_the_windows_of_the_account(bars: tg.Bars) -> None:
+    """The factors again, from the equity at the windows' ends; and without the switch nothing is throttled."""
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])
+    agent = tg.PathwiseLearner(env, n_steps=24, hidden=(6,), lstm_size=5, critic="scalar")
+    agent.agent.action_head.linear.bias.data[0] = 1.0  # always long
+    exposure = Exposure(0.8, -0.002, 0.2, 0.9, -0.004, -0.001, -0.002, 3.0)
+    ensemble = Ensemble([agent], exposure, throttled=True)
+    found = tg.backtest(ensemble, bars, warn_in_sample=False)
+    free = tg.backtest(ensemble, bars, warn_in_sample=False, throttle=False)
+    assert free.throttle is None
+    assert free.metrics["throttled"] == 0
+    throttle = Throttle(-0.002, 0.2)
+    for begin in range(0, len(found.net), 24):
+        np.testing.assert_allclose(found.throttle[begin : begin + 24], throttle.factor)
+        end = min(begin + 24, len(found.net))
+        throttle.observe(found.equity[end] / found.equity[begin] - 1)
+    assert 0.2 < found.metrics["throttled"] < 1
+    first = int(np.argmax(found.throttle < 1))
+    assert first > 0
+    np.testing.assert_array_equal(found.targets[:first], free.targets[:first])
+    assert (np.abs(found.targets[first:]) < np.abs(free.targets[first:])).mean() > 0.9
+    plain = tg.backtest(Ensemble([agent], exposure), bars, warn_in_sample=False)
+    np.testing.assert_array_equal(plain.equity, free.equity)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 import pytest
 
 import tailguard as tg
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.notes import baseline_notes
+from tailguard.evaluate.table import percent
 from tailguard.market import MarketConfig
 
 
@@ -48,3 +50,16 @@ def test_the_exposure_that_volume_allowed_is_said(bars) -> None:
     reached = results["buy & hold"].weights[-1, 0]
     assert 0.1 < reached < 0.35
     assert f"exposure of {abs(results['buy & hold'].weights).max():.2g} of equity at most" in note
+
+
+def test_what_a_throttle_did_and_cost_is_noted(bars: tg.Bars) -> None:
+    result = tg.backtest(np.ones((len(bars), 1)), bars)
+    factor = np.where(np.arange(len(result.net)) < len(result.net) // 4, 0.5, 1.0)
+    halved = replace(result, net=result.net * factor, throttle=factor)
+    (note,) = baseline_notes({"agent": halved}, bars, MarketConfig(funding_rate=0))
+    assert "its losses throttled it at 25.0 % of bars, to ×0.50 of its exposure at the lowest and ×0.88" in note
+    assert f"would have been about {percent(float(result.equity[-1] - 1))}" in note
+    assert not baseline_notes({"agent": replace(result, throttle=np.ones_like(factor))}, bars, MarketConfig())
+    stopped = replace(result, throttle=np.where(factor < 1, 0.0, 1.0))
+    (note,) = baseline_notes({"agent": stopped}, bars, MarketConfig())
+    assert note.endswith("to ×0.00 of its exposure at the lowest")

@@ -1,4 +1,4 @@
-"""Notes on baselines: assumed funding, and orders cut by volume."""
+"""Notes on results: assumed funding, orders cut by volume, and what a throttle did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUT_OFTEN = 0.02
 
 def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
     """Notes on results over these bars under these costs, in words, without a full stop."""
-    return [*_funding(results, bars, market), *_cut_orders(results, market)]
+    return [*_funding(results, bars, market), *_cut_orders(results, market), *_throttled(results)]
 
 
 def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
@@ -48,4 +48,21 @@ def _cut_orders(results: Mapping[str, BacktestResult], market: MarketConfig) -> 
                 f"{market.participation:g}, market.capital {market.capital:,.0f}). It reached an exposure of "
                 f"{reached.max():.2g} of equity at most and {reached.mean():.2g} on average"
             )
+    return notes
+
+
+def _throttled(results: Mapping[str, BacktestResult]) -> list[str]:
+    notes = []
+    for name, result in results.items():
+        if result.throttle is None or not (result.throttle < 1).any():
+            continue
+        acted = percent(float((result.throttle < 1).mean()), sign=False)
+        lowest, mean = float(result.throttle.min()), float(result.throttle.mean())
+        words = f"{name}: its losses throttled it at {acted} of bars, to ×{lowest:.2f} of its exposure at the lowest"
+        if lowest > 0:
+            # Returns are proportional to exposure but for market impact.
+            free = float(np.prod(1 + result.net / result.throttle))
+            made, instead = percent(float(result.equity[-1] - 1)), percent(free - 1)
+            words += f" and ×{mean:.2f} on average; without it the period's {made} would have been about {instead}"
+        notes.append(words)
     return notes
