@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tailguard._version import __version__
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.ensemble import Ensemble as Ensemble
     from tailguard.algorithm.pathwise import PathwiseLearner as PathwiseLearner
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
@@ -37,6 +38,7 @@ _PUBLIC = {
     "BarsWarning": "tailguard.errors",
     "ConfigError": "tailguard.errors",
     "DistributionalPPO": "tailguard.algorithm.ppo",
+    "Ensemble": "tailguard.algorithm.ensemble",
     "MarketConfig": "tailguard.market.config",
     "PathwiseLearner": "tailguard.algorithm.pathwise",
     "RiskConfig": "tailguard.risk.config",

@@ -57,7 +57,7 @@ def test_what_a_throttle_did_and_cost_is_noted(bars: tg.Bars) -> None:
     factor = np.where(np.arange(len(result.net)) < len(result.net) // 4, 0.5, 1.0)
     halved = replace(result, net=result.net * factor, throttle=factor)
     (note,) = baseline_notes({"agent": halved}, bars, MarketConfig(funding_rate=0))
-    assert "its losses throttled it at 25.0 % of bars, to ×0.50 of its exposure at the lowest and ×0.88" in note
+    assert "its losses throttled it at 24.9 % of bars, to ×0.50 of its exposure at the lowest and ×0.88" in note
     assert f"would have been about {percent(float(result.equity[-1] - 1))}" in note
     assert not baseline_notes({"agent": replace(result, throttle=np.ones_like(factor))}, bars, MarketConfig())
     stopped = replace(result, throttle=np.where(factor < 1, 0.0, 1.0))

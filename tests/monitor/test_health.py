@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tailguard as tg
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import Box, Step
-from tailguard.monitor.health import CONSTANT_EVALUATION, RULES, HealthMonitor, Rule, quantile_crossing, risk_infeasible
+from tailguard.monitor.health import EVERY_RULE, HealthMonitor, Rule, quantile_crossing, risk_infeasible
 
 SMALL: dict[str, Any] = {
     "n_steps": 8,
@@ -64,7 +64,7 @@ def test_a_healthy_run_is_silent(bars: Any) -> None:
     metrics = run(learner, 40)
     assert learner.alarms == []
     counts = {name: value for name, value in metrics.items() if name.startswith("warn/")}
-    assert counts.keys() >= {f"warn/{rule.name}" for rule in (*RULES, CONSTANT_EVALUATION)}
+    assert counts.keys() >= {f"warn/{rule.name}" for rule in EVERY_RULE}
     assert set(counts.values()) == {0}
 
 
@@ -295,6 +295,20 @@ def test_an_evaluation_that_moves_is_left_alone() -> None:
         assert monitor.evaluated({"eval/mean_reward": score}, 0) == []
 
 
+def test_growth_that_is_only_there_in_training() -> None:
+    """Twice in a row, more than twice that of validation; a gap of ordinary size is left alone."""
+    monitor = HealthMonitor()
+    assert monitor.evaluated({"eval/growth": 2.0, "eval/gap": 4.0}, 100) == []
+    (alarm,) = monitor.evaluated({"eval/growth": 2.1, "eval/gap": 5.0}, 200)
+    assert (alarm.name, alarm.step) == ("memorised", 200)
+    assert "+7.1 a year on the training bars and +2.1 on validation bars" in alarm.what
+    assert monitor.figures()["warn/memorised"] == 1
+    for growth, gap in ((3.0, 1.5), (0.1, 0.9), (-1.0, 0.5), (2.0, -3.0)):
+        healthy = HealthMonitor()
+        for step in range(4):
+            assert healthy.evaluated({"eval/growth": growth, "eval/gap": gap}, step) == []
+
+
 # --- risk ------------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +392,7 @@ def test_learn_says_it_in_words(bars: Any, caplog: pytest.LogCaptureFixture) -> 
 def test_every_alarm_has_its_place_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "alarms.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (\S+)$", text, re.MULTILINE)
-    assert headings == [rule.name.replace("_", "-") for rule in (*RULES, CONSTANT_EVALUATION)]
+    assert headings == [rule.name.replace("_", "-") for rule in EVERY_RULE]
 
 
 def test_an_agent_that_has_stopped_learning_says_so() -> None:

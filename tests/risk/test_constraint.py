@@ -230,3 +230,18 @@ def test_the_window_knows_its_sampling_error(count: int) -> None:
     window = OutcomeWindow(200, torch.device("cpu"))
     window.add(losses, torch.ones(count, dtype=torch.bool))
     assert float(window.tail_error(0.05)) == pytest.approx(float(cvar_standard_error(-losses, 0.05)), rel=1e-6)
+
+
+def test_a_large_violation_does_not_stand_while_the_price_creeps() -> None:
+    """At PPO's gains, five times the limit drives λ from 0 to its cap in 41 updates; with noise, in less than 150."""
+    config, dual, updates = RiskConfig(limit=-0.02), Dual(number(0.0), number(0.0), number(4.0)), 0
+    while dual.price < 10:
+        dual = dual_step(dual, number(4.0), config)
+        updates += 1
+    # I grows as 0.02·(1.1ⁿ − 1)/0.1; the proportional part adds 0.5 at once.
+    assert updates == math.ceil(math.log1p(9.5 * 0.1 / 0.02) / math.log(1.1))
+    draw, dual, updates = np.random.default_rng(0), Dual(number(0.0), number(0.0), number(4.0)), 0
+    while dual.price < 10:
+        dual = dual_step(dual, number(4 * math.exp(0.3 * draw.standard_normal())), config)
+        updates += 1
+    assert 41 < updates < 150

@@ -115,6 +115,17 @@ def lstm_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     return None
 
 
+def memorised(figures: Figures) -> str | None:
+    """Growth in training more than twice that on validation, and more by at least 1 a year."""
+    growth, gap = _value(figures, "eval/growth"), _value(figures, "eval/gap")
+    if not (gap > 1 and growth < gap):
+        return None
+    return (
+        f"log-growth is {growth + gap:+.1f} a year on the training bars and {growth:+.1f} on validation bars: the "
+        "agent knows its training bars by heart."
+    )
+
+
 def ratio_clamped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     """More than 1 % of the log-ratios clamped."""
     share = _value(figures, "train/log_ratio_clamped")
@@ -357,6 +368,14 @@ CONSTANT_EVALUATION = Rule(
     "the evaluation never trades, or is not given the trained agent. Backtest the agent by hand and compare.",
     patience=3,
 )
+MEMORISED = Rule(
+    "memorised",
+    lambda figures, past: memorised(figures),  # noqa: ARG005 (judged over evaluations, see `HealthMonitor.evaluated`)
+    "too few bars for so many steps. Use more bars, fewer training.total_timesteps, or a smaller network.",
+    patience=2,
+)
+EVERY_RULE = (*RULES, CONSTANT_EVALUATION, MEMORISED)
+"""Rules over iterations, and those over evaluations."""
 
 
 @dataclass
@@ -386,7 +405,11 @@ class HealthMonitor:
         return raised
 
     def evaluated(self, figures: Figures, step: int) -> list[Alarm]:
-        """Check an evaluation's metrics, `eval/*`, if there are any: a score that never changes measures nothing."""
+        """Check an evaluation's metrics, `eval/*`, if there are any.
+
+        A score that never changes measures nothing, and growth in training that is not there on validation bars has
+        been memorised.
+        """
         scores = {name: value for name, value in figures.items() if name.startswith("eval/mean_reward")}
         raised = []
         for name, value in scores.items():
@@ -394,6 +417,8 @@ class HealthMonitor:
             what = f"{name} is {value:g}, identical to the previous evaluations." if same else None
             raised += self._count(CONSTANT_EVALUATION, what, step)
         self.evaluations |= scores
+        if "eval/gap" in figures:
+            raised += self._count(MEMORISED, memorised(figures), step)
         return raised
 
     def _count(self, rule: Rule, what: str | None, step: int) -> list[Alarm]:
@@ -408,7 +433,8 @@ class HealthMonitor:
     def figures(self) -> dict[str, float]:
         """`warn/*`: bad iterations counted by each alarm so far."""
         return {
-            f"warn/{rule.name}": float(self.counts.get(rule.name, 0)) for rule in (*self.rules, CONSTANT_EVALUATION)
+            f"warn/{rule.name}": float(self.counts.get(rule.name, 0))
+            for rule in (*self.rules, CONSTANT_EVALUATION, MEMORISED)
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from tailguard.risk.cvar import cvar_from_samples, var_from_samples
 
 INTEGRATION_ZONE = 0.5
 """A violation beyond this share of the limit adds to the integral only while it is not shrinking."""
+WINDUP = 0.1
+"""Beyond that zone the integral also grows by this share of itself per update: a gain that is too small for the market
+cannot leave a large violation standing. From 0 to a cap of 10 takes 41 updates at Ki 0.02."""
 TREND_MEMORY = 0.9
 """Decay of the violation's running average per update."""
 FALLING = 0.98
@@ -43,15 +46,17 @@ class Dual:
 def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
     """One update of the multiplier from the relative violation v = (ES − target)/d, with e = v within ±1.
 
-    λ = Kp·e + I within [0, λ_max], where I integrates Ki·e. Against windup, I is frozen while λ is at its cap and
-    while a large violation is already shrinking. It always decreases when the budget is kept.
+    λ = Kp·e + I within [0, λ_max], where I integrates Ki·e, and a tenth of itself while e is large. Against windup, I
+    is frozen while λ is at its cap and while a large violation is already shrinking. It always decreases when the
+    budget is kept.
     """
     kp, ki = config.gains
     error = violation.clamp(-1.0, 1.0)
     at_cap = kp * error + dual.integral >= config.lambda_max
     shrinking = (error > INTEGRATION_ZONE) & (violation < FALLING * dual.trend)
     gathers = ~(at_cap | shrinking) | (error < 0)
-    moved = (dual.integral + ki * error).clamp(0.0, config.lambda_max)
+    growth = WINDUP * torch.where(error > INTEGRATION_ZONE, dual.integral * error, 0.0)
+    moved = (dual.integral + ki * error + growth).clamp(0.0, config.lambda_max)
     integral = torch.where(gathers, moved, dual.integral)
     trend = TREND_MEMORY * dual.trend + (1 - TREND_MEMORY) * violation
     return Dual((kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)

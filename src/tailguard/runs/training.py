@@ -66,6 +66,7 @@ def train_to_the_end(
             _take_up(agent, store, run, console, ask, again)
         with _one_message():
             _learn(agent, config, run, store, validation, console, again, verbose)
+        _say_tail(agent, console)
         _choose(agent, config, store, validation, console, again)
     except OSError as error:
         raise _disk_error(error, run, store, again) from error
@@ -178,6 +179,15 @@ def _learn(
     if keeper.is_out_of_patience and agent.num_timesteps < total:
         evaluations = f"{training.patience} evaluations in a row were no better on validation (training.patience)"
         say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
+
+
+def _say_tail(agent: Learner, console: Console) -> None:
+    """Whether the limit was kept in training, by the last realised episodes."""
+    if agent.risk is None or agent.risk.config.limit is None or not bool(agent.risk.constraint.ready):
+        return
+    cvar, limit = -float(agent.risk.constraint.shortfall), agent.risk.config.limit
+    words = "kept" if cvar >= limit else f"broken, {cvar / limit:.1f} times"
+    say(console, f"budget   {words} in training: CVaR {signed(100 * cvar)} %, limit {signed(100 * limit)} %")
 
 
 def _choose(

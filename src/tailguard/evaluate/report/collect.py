@@ -31,7 +31,7 @@ from tailguard.evaluate.timing import TimingTest, timing_test
 from tailguard.evaluate.trades import Trade, round_trips
 from tailguard.evaluate.trained import AGENT, TrainedRun, beside_baselines, share_of_optimum
 from tailguard.evaluate.trials import TrialCount, count_trials, given_trials
-from tailguard.monitor.health import CONSTANT_EVALUATION, RULES
+from tailguard.monitor.health import EVERY_RULE
 from tailguard.monitor.recording import STEP
 from tailguard.sealed import read_about
 
@@ -44,7 +44,7 @@ Float = NDArray[np.float64]
 PIT_BINS = 10
 STRESSED_COSTS = (0.0, 2.0, 3.0)
 """Cost factors beside ×1, which is the agent's own backtest."""
-ADVICE = {rule.name: rule.usually for rule in (*RULES, CONSTANT_EVALUATION)}
+ADVICE = {rule.name: rule.usually for rule in EVERY_RULE}
 
 
 @dataclass(frozen=True)
