@@ -12,22 +12,13 @@ from tailguard.runs.runner import RunResult, train
 DEMO_SETTINGS = (
     "data.validation=180d",
     "data.test=360d",
-    "data.features=[return_24, range_volatility_24, taker_imbalance_1, taker_imbalance_6, taker_imbalance_24]",
-    "env.num_envs=256",
     "env.episode_length=168",
-    "learner=pathwise",
-    "pathwise.n_steps=24",
-    "pathwise.network.hidden=[32]",
-    "pathwise.network.lstm_size=32",
-    "risk.limit=-0.1",
-    "risk.alpha=0.2",
-    "training.total_timesteps=300000",
+    "risk.limit=-0.04",
+    "risk.alpha=0.05",
+    "training.total_timesteps=1500000",
 )
-"""Few features and a small network: the market is small, and the policy must generalise to unseen bars. The rest are
-the defaults of gradients through the market, with windows of a day. They were fixed on seeds 10 to 12.
-
-The budget: the worst fifth of weeks may lose a tenth on average. A test year has ten such weeks, and their mean is
-known to some 5 % of equity: a tighter limit, or the worst twentieth, could not be verified within a year."""
+"""The defaults of a run with a limit, on weeks, with three quarters of the steps. The limit binds: without it the worst
+5 % of weeks lose three times as much. A test year holds 2.6 such weeks, too few for a verdict without doubt."""
 
 
 def demo_config(seed: int) -> RunConfig:

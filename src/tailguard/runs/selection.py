@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
+
+from torch import Tensor
+
+from tailguard.risk.exposure import MOST_EXPOSURE
 
 BREACH_PENALTY = 5.0
 """Yearly log-growth that a tail of twice the limit costs: more than agents earn, so that the limit comes first."""
@@ -35,6 +40,22 @@ def budget_score(growth: float, cvar: float | None, limit: float | None) -> floa
     if cvar is None or limit is None:
         return growth
     return growth - BREACH_PENALTY * max(0.0, cvar / limit - 1.0)
+
+
+def calibrated_score(growth: float, outcomes: Tensor, alpha: float, limit: float) -> float:
+    """Growth at the exposure that brings the tail to the limit: growth · |limit| / ES, with ES = σ·φ(z_α)/α − μ.
+
+    Where the exposure is calibrated later, only the proportion of growth to tail counts. The tail is that of a normal
+    distribution with the outcomes' mean and deviation: a validation part holds one or two episodes of the tail itself,
+    and their mean would choose by luck. Losses count at the exposure as it is.
+
+    outcomes: of the budget's measure, [...]
+    """
+    z = NormalDist().inv_cdf(alpha)
+    shortfall = float(outcomes.std(correction=0)) * NormalDist().pdf(z) / alpha - float(outcomes.mean())
+    if growth <= 0:
+        return growth
+    return growth * min(-limit / max(shortfall, 1e-12), MOST_EXPOSURE)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from tailguard.errors import ConfigError
 from tailguard.evaluate.held_out import episodes_on
 from tailguard.risk.config import RiskMeasure
 from tailguard.risk.cvar import cvar_from_samples
-from tailguard.runs.selection import Evaluation, budget_score
+from tailguard.runs.selection import Evaluation, budget_score, calibrated_score
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -41,11 +41,15 @@ class Validation:
         measure: RiskMeasure = "episode" if risk is None else risk.measure
         traded = [part.trade(agent, measure) for part in self.parts]
         growth = float(torch.cat([each.growth for each in traded]).mean()) / self.length * self.bars_per_year
-        cvar = limit = None
-        if risk is not None:
-            cvar = float(cvar_from_samples(torch.cat([each.measured.flatten() for each in traded]), risk.alpha))
-            limit = risk.limit
-        return Evaluation(growth, cvar, budget_score(growth, cvar, limit))
+        if risk is None:
+            return Evaluation(growth, None, growth)
+        outcomes = torch.cat([each.measured.flatten() for each in traded])
+        cvar = float(cvar_from_samples(outcomes, risk.alpha))
+        if risk.limit is None:
+            return Evaluation(growth, cvar, growth)
+        if risk.confidence > 0:
+            return Evaluation(growth, cvar, calibrated_score(growth, outcomes, risk.alpha, risk.limit))
+        return Evaluation(growth, cvar, budget_score(growth, cvar, risk.limit))
 
     def training_growth(self, agent: Learner) -> float:
         """Yearly log-growth of the last finished training episodes; NaN where their rewards do not tell it.
