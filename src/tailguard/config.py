@@ -31,7 +31,7 @@ from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
-Select = Literal["best", "last"]
+Select = Literal["auto", "best", "last"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -116,8 +116,9 @@ class TrainingConfig:
     members: int = 0
     """Agents that are trained and act as their mean, each without one fold of the training part, which then shows its
     tail on bars it has not seen; 0: 4 where risk.limit is set, else 1."""
-    select: Select = "best"
-    """Which agent is the result: best on the validation part, or last."""
+    select: Select = "auto"
+    """Which agent is the result: best on the validation part, or last; auto: last where the exposure is calibrated on
+    the validation part (risk.confidence), which must then have no part in the choice, else best."""
     evaluation_steps: int = 0
     """Environment steps between two evaluations on the validation part; 0: a tenth of the run."""
     patience: int = 0
@@ -180,6 +181,13 @@ class RunConfig:
         """Number of parallel accounts."""
         whole_episodes = self.chosen.n_steps == self.env.episode_length
         return self.env.num_envs or (512 if whole_episodes else 256)
+
+    @property
+    def select(self) -> Select:
+        """Which agent is the result: best or last."""
+        if self.training.select != "auto":
+            return self.training.select
+        return "last" if self.risk.limit is not None and self.risk.confidence > 0 else "best"
 
     @property
     def members(self) -> int:

@@ -116,9 +116,9 @@ def lstm_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
 
 
 def memorised(figures: Figures) -> str | None:
-    """Growth in training more than twice that on validation, and more by at least 1 a year."""
+    """Growth in training more than three times that on validation, and more by at least 2 a year."""
     growth, gap = _value(figures, "eval/growth"), _value(figures, "eval/gap")
-    if not (gap > 1 and growth < gap):
+    if not (gap > 2 and growth < gap / 2):
         return None
     return (
         f"log-growth is {growth + gap:+.1f} a year on the training bars and {growth:+.1f} on validation bars: the "

@@ -1,7 +1,7 @@
 """A throttle on exposure that follows realised losses: a bound on the realised tail that holds on every path.
 
 After each window of the budget's length the account has lost L_t (a gain is negative), at the exposure m_t that the
-throttle allowed. With the limit d, a fixed threshold ν in [0, d] and a step η,
+throttle allowed. With d, a twentieth inside the limit, a fixed threshold ν in [0, d] and a step η,
 
     c_t = ν + (L_t − ν)₊ / α,    s_{t+1} = min(S, s_t − η (c_t − d)),    m_t = s_t within [0, 1].
 
@@ -21,10 +21,12 @@ from dataclasses import dataclass
 
 from tailguard.validate import check_range
 
+MARGIN = 0.05
+"""The throttle aims inside the limit by this share of it, because the bound is reached from above."""
 STEP = 0.1
-"""A window that loses exactly the limit costs a tenth of the exposure."""
+"""A window that loses exactly d costs a tenth of the exposure."""
 CREDIT = 0.3
-"""What can be paid for bad windows before exposure falls: three windows that lose the limit."""
+"""What can be paid for bad windows before exposure falls: three windows that lose d."""
 
 
 @dataclass
@@ -43,14 +45,19 @@ class Throttle:
         check_range("throttle.standing", self.standing)
 
     @property
+    def aim(self) -> float:
+        """d: the mean loss of the tail that is aimed at."""
+        return -(1 - MARGIN) * self.limit
+
+    @property
     def threshold(self) -> float:
-        """ν: half of the loss that the limit allows."""
-        return -self.limit / 2
+        """ν"""
+        return self.aim / 2
 
     @property
     def step(self) -> float:
         """η"""
-        return STEP / (self.cost(self.limit) + self.limit)
+        return STEP / (self.cost(-self.aim) - self.aim)
 
     @property
     def factor(self) -> float:
@@ -63,8 +70,8 @@ class Throttle:
 
     def observe(self, outcome: float) -> None:
         """Take in the return of a window that was traded at `factor`."""
-        self.standing = min(1.0 + CREDIT, self.standing - self.step * (self.cost(outcome) + self.limit))
+        self.standing = min(1.0 + CREDIT, self.standing - self.step * (self.cost(outcome) - self.aim))
 
     def bound(self, windows: int, largest_loss: float) -> float:
         """Largest ES_α that so many windows can have had, none of which lost more than `largest_loss`."""
-        return -self.limit + ((1.0 + CREDIT) / self.step + self.cost(-largest_loss)) / windows
+        return self.aim + ((1.0 + CREDIT) / self.step + self.cost(-largest_loss)) / windows

@@ -200,8 +200,8 @@ def _choose(
 ) -> None:
     """Bring the agent to the state that is the run's result, and say in a line which one it is."""
     total, last = config.training.total_timesteps, agent.num_timesteps
-    if config.training.select == "last":
-        say(console, f"chosen   step {last:,} of {total:,}: the last one (training.select: last)")
+    if config.select == "last":
+        say(console, f"chosen   step {last:,} of {total:,}: the last one (training.select: {config.training.select})")
         return
     best = store.best() if validation is not None else None
     found = None if best is None else store.evaluation(best)

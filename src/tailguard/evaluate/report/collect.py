@@ -280,7 +280,7 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     then = ", ".join(f"{name} {value}" for name, value in dict(made.get("versions") or {}).items())
     facts |= {"trained with": then} if then else {}
     steps, total = run.agent.num_timesteps, run.config.training.total_timesteps
-    chosen = f" of {total:,}; the best on validation" if run.config.training.select == "best" and steps < total else ""
+    chosen = f" of {total:,}; the best on validation" if run.config.select == "best" and steps < total else ""
     facts["steps"] = f"{steps:,}{chosen}"
     facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
     return facts
