@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
     from tailguard.evaluate.calibration import RiskBudget
     from tailguard.evaluate.standing import Standing
+    from tailguard.risk.exposure import Exposure
 
 WHOLE_YEAR = 0.95
 """Shortest record in years whose growth is annualised; it allows for bars lost to warm-up and embargo."""
@@ -192,3 +193,14 @@ def whole_units(bars: int, bars_per_year: float) -> tuple[int, str]:
         if abs(count - round(count)) < 1e-6 and round(count) >= 1:
             return round(count), name
     return bars, "bars"
+
+
+def describe_exposure(found: Exposure) -> str:
+    """The factor with its reason, in words."""
+    tail = f"the worst {100 * found.alpha:g} % of held-out episodes"
+    before, after, bound = (percent(value) for value in (found.uncalibrated, found.cvar, found.bound))
+    return (
+        f"×{found.factor:.2f}: as learned, {tail} made {before} on average ({found.tail_episodes:.1f} independent "
+        f"episodes in that tail); at ×{found.factor:.2f} they make {after}, and with {100 * found.level:g} % "
+        f"confidence no less than {bound}"
+    )

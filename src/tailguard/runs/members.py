@@ -21,10 +21,10 @@ from tailguard.envs.folds import Fold, cut_folds
 from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
+from tailguard.evaluate.table import describe_exposure
 from tailguard.evaluate.trained import build_agent
-from tailguard.risk.exposure import Exposure, calibrate_exposure
+from tailguard.risk.exposure import calibrate_exposure
 from tailguard.runs.folder import MEMBERS, RunFolder
-from tailguard.runs.selection import signed
 from tailguard.runs.training import save_result, train_to_the_end
 from tailguard.runs.validation import Validation
 
@@ -154,17 +154,6 @@ def _result(
     )
     say(console, f"exposure {describe_exposure(found)}")
     return Ensemble(agents, found, throttled=risk.throttle and risk.measure == "episode")
-
-
-def describe_exposure(found: Exposure) -> str:
-    """The factor with its reason, in words."""
-    tail = f"the worst {100 * found.alpha:g} % of held-out episodes"
-    before, after, bound = (signed(100 * value) for value in (found.uncalibrated, found.cvar, found.bound))
-    return (
-        f"×{found.factor:.2f}: as learned, {tail} made {before} % on average ({found.tail_episodes:.1f} independent "
-        f"episodes in that tail); at ×{found.factor:.2f} they make {after} %, and with {100 * found.level:g} % "
-        f"confidence no less than {bound} %"
-    )
 
 
 def _day(moment_ms: int) -> str:

@@ -10,7 +10,14 @@ import pytest
 
 import tailguard as tg
 from tailguard.errors import ConfigError
-from tailguard.evaluate.report.collect import Evidence, alarms_in, collect, read_figures, work_ahead
+from tailguard.evaluate.report.collect import (
+    Evidence,
+    alarms_in,
+    collect,
+    read_figures,
+    training_folders,
+    work_ahead,
+)
 from tailguard.evaluate.standing import standing
 from tailguard.evaluate.stress import scaled_costs
 
@@ -78,3 +85,14 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_any_other_is_named(tmp_path:
     with pytest.raises(ConfigError, match="line 1 is not a line of metrics"):
         read_figures(path)
     assert read_figures(tmp_path / "none.jsonl") == ()
+
+
+def test_a_run_of_several_members_shows_the_alarms_of_all_of_them(tmp_path: Path) -> None:
+    quiet = ({"time/total_timesteps": 10.0, "warn/lstm_dead": 0.0},)
+    late = ({"time/total_timesteps": 10.0, "warn/lstm_dead": 0.0}, {"time/total_timesteps": 20.0, "warn/lstm_dead": 2.0})
+    (alarm,) = alarms_in(quiet, late, late)
+    assert (alarm.name, alarm.step, alarm.count) == ("lstm_dead", 20, 4)
+    for name in ("10", "2", "notes"):
+        (tmp_path / "members" / name).mkdir(parents=True)
+    assert [path.name for path in training_folders(tmp_path)] == ["2", "10"]
+    assert training_folders(tmp_path / "elsewhere") == [tmp_path / "elsewhere"]

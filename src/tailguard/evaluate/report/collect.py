@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard._version import __version__
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
@@ -153,7 +154,8 @@ def collect(
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
-    figures = read_figures(run.folder / "metrics.jsonl")
+    places = training_folders(run.folder)
+    figures = [read_figures(place / "metrics.jsonl") for place in places]
     tried = trials_of(run, own, trials)
     return Evidence(
         name=run.name,
@@ -180,8 +182,8 @@ def collect(
         prices=prices_of(own, panel),
         trades=tuple(round_trips(own, panel)),
         synthetic=run.synthetic is not None,
-        training=figures,
-        alarms=alarms_in(figures),
+        training=figures[0],
+        alarms=alarms_in(*figures),
         config=to_yaml(run.config),
         command=f"tailguard train {shlex.quote(str(run.folder / 'config.yaml'))} --name {shlex.quote(run.name)}-again",
         facts=_facts(run),
@@ -213,15 +215,23 @@ def read_figures(path: Path) -> tuple[dict[str, float], ...]:
     return tuple(figures)
 
 
-def alarms_in(figures: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ...]:
-    """Every alarm counted in the metrics, in the order in which they were raised."""
+def training_folders(folder: Path) -> list[Path]:
+    """Where a run keeps the metrics of its training: its own folder, or that of each member."""
+    members = folder / "members"
+    found = [path for path in members.iterdir() if path.name.isdigit()] if members.is_dir() else []
+    return sorted(found, key=lambda path: int(path.name)) or [folder]
+
+
+def alarms_in(*trained: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, ...]:
+    """Every alarm counted in the metrics of one or several agents, in the order in which they were raised."""
     raised = []
-    for name in sorted({name for line in figures for name in line if name.startswith("warn/")}):
-        counts = [(line.get(name, 0.0), line.get(STEP, math.nan)) for line in figures]
-        steps = [step for count, step in counts if count > 0]
+    for name in sorted({name for figures in trained for line in figures for name in line if name.startswith("warn/")}):
+        counts = [[(line.get(name, 0.0), line.get(STEP, math.nan)) for line in figures] for figures in trained]
+        steps = [step for each in counts for count, step in each if count > 0]
         if steps:
             short = name.removeprefix("warn/")
-            raised.append(AlarmRaised(short, int(steps[0]), int(counts[-1][0]), ADVICE.get(short, "")))
+            total = sum(int(each[-1][0]) for each in counts if each)
+            raised.append(AlarmRaised(short, int(min(steps)), total, ADVICE.get(short, "")))
     return tuple(sorted(raised, key=lambda alarm: alarm.step))
 
 
@@ -269,7 +279,7 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     # An agent that is not saved yet has no hashes.
     files = json.loads(manifest.read_text(encoding="utf-8"))["files"] if manifest.is_file() else {}
     facts = {f"SHA-256 of agent/{name}": entry["sha256"] for name, entry in files.items()}
-    checkpoint = run.folder / "checkpoints" / f"step_{run.agent.num_timesteps}"
+    checkpoint = training_folders(run.folder)[0] / "checkpoints" / f"step_{run.agent.num_timesteps}"
     made: Mapping[str, Any] = {}
     if checkpoint.is_dir():
         try:
@@ -282,5 +292,9 @@ def _facts(run: TrainedRun) -> dict[str, str]:
     steps, total = run.agent.num_timesteps, run.config.training.total_timesteps
     chosen = f" of {total:,}; the best on validation" if run.config.select == "best" and steps < total else ""
     facts["steps"] = f"{steps:,}{chosen}"
+    if isinstance(run.agent, Ensemble):
+        facts["members"] = f"{len(run.agent.members)}; the training curves are of the first"
+        found = run.agent.calibration
+        facts["exposure"] = f"×{run.agent.exposure:.2f}" if found is None else describe_exposure(found)
     facts["report made with"] = f"tailguard {__version__}, python {platform.python_version()}"
     return facts
