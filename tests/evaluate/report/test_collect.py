@@ -89,7 +89,7 @@ def test_a_line_cut_short_by_a_kill_is_left_out_and_any_other_is_named(tmp_path:
 
 def test_a_run_of_several_members_shows_the_alarms_of_all_of_them(tmp_path: Path) -> None:
     quiet = ({"time/total_timesteps": 10.0, "warn/lstm_dead": 0.0},)
-    late = ({"time/total_timesteps": 10.0, "warn/lstm_dead": 0.0}, {"time/total_timesteps": 20.0, "warn/lstm_dead": 2.0})
+    late = (*quiet, {"time/total_timesteps": 20.0, "warn/lstm_dead": 2.0})
     (alarm,) = alarms_in(quiet, late, late)
     assert (alarm.name, alarm.step, alarm.count) == ("lstm_dead", 20, 4)
     for name in ("10", "2", "notes"):

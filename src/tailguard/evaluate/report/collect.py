@@ -28,6 +28,7 @@ from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.standing import Budget, Standing, own_budget, standing
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, scaled_costs, stress_table
+from tailguard.evaluate.table import describe_exposure
 from tailguard.evaluate.timing import TimingTest, timing_test
 from tailguard.evaluate.trades import Trade, round_trips
 from tailguard.evaluate.trained import AGENT, TrainedRun, beside_baselines, share_of_optimum
