@@ -13,6 +13,7 @@ from tailguard._version import __version__
 
 if TYPE_CHECKING:
     from tailguard.algorithm.ensemble import Ensemble as Ensemble
+    from tailguard.algorithm.ensemble import load_agent as load_agent
     from tailguard.algorithm.pathwise import PathwiseLearner as PathwiseLearner
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
@@ -49,6 +50,7 @@ _PUBLIC = {
     "feature": "tailguard.data.registry",
     "split_bars": "tailguard.data.splits",
     "walk_forward": "tailguard.data.splits",
+    "load_agent": "tailguard.algorithm.ensemble",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",
     "open_market": "tailguard.envs.mapped_market",

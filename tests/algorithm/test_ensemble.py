@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.algorithm.ensemble import Ensemble, load_trained
+from tailguard.algorithm.ensemble import Ensemble, load_agent
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.risk.exposure import calibrate_exposure
 
@@ -94,19 +94,19 @@ def test_what_is_saved_trades_the_same(tmp_path: Path, members, bars) -> None:
     ensemble = Ensemble(members, found)
     assert ensemble.exposure == found.factor == pytest.approx(0.5, rel=0.01)
     ensemble.save(tmp_path / "agent")
-    loaded = load_trained(tmp_path / "agent")
+    loaded = load_agent(tmp_path / "agent")
     assert isinstance(loaded, Ensemble)
     assert (loaded.calibration, loaded.exposure) == (found, found.factor)
     assert loaded.num_timesteps == members[0].num_timesteps
     before, after = (tg.backtest(agent, bars, warn_in_sample=False) for agent in (ensemble, loaded))
     np.testing.assert_array_equal(before.equity, after.equity)
     members[0].save(tmp_path / "single")
-    assert isinstance(load_trained(tmp_path / "single"), tg.PathwiseLearner)
+    assert isinstance(load_agent(tmp_path / "single"), tg.PathwiseLearner)
 
 
 def test_one_learner_cannot_be_loaded_from_an_ensemble(tmp_path: Path, members) -> None:
     Ensemble(members).save(tmp_path / "agent")
-    with pytest.raises(CheckpointError, match="weights_0"):
+    with pytest.raises(CheckpointError, match="an ensemble of agents"):
         tg.PathwiseLearner.load(tmp_path / "agent")
     members[0].save(tmp_path / "single")
     with pytest.raises(CheckpointError, match="not the description of an ensemble"):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tailguard._version import __version__
 from tailguard.algorithm.learner import Learner
-from tailguard.algorithm.saving import PARTS, capture, describe, find_agent, load_agent, rebuild
+from tailguard.algorithm.saving import MEMBERS, PARTS, capture, describe, find_agent, rebuild
+from tailguard.algorithm.saving import load_agent as load_learner
 from tailguard.envs.protocol import Box
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError
@@ -131,7 +132,7 @@ class Ensemble:
             "exposure": self.exposure,
             "throttled": self.throttled,
             "calibration": None if self.calibration is None else asdict(self.calibration),
-            "members": [describe(member) for member in self.members],
+            MEMBERS: [describe(member) for member in self.members],
         }
         write_sealed(Path(path), parts, about)
 
@@ -140,7 +141,7 @@ class Ensemble:
         """Read an ensemble that `save` wrote; it can predict and be backtested."""
         folder = find_agent(Path(path))
         try:
-            count = len(read_about(folder)["members"])
+            count = len(read_about(folder)[MEMBERS])
             if not 0 < count <= MOST_MEMBERS:
                 raise CheckpointError(f"{folder}: {count} members; 1 to {MOST_MEMBERS} are read")
             names = [_names(number) for number in range(count)]
@@ -149,7 +150,7 @@ class Ensemble:
                 rebuild(
                     member, {part: parts[name] for part, name in zip(PARTS, pair, strict=True)}, folder, None, device
                 )
-                for member, pair in zip(about["members"], names, strict=True)
+                for member, pair in zip(about[MEMBERS], names, strict=True)
             ]
             found = about["calibration"]
             exposure = about["exposure"] if found is None else Exposure.from_dict(found)
@@ -158,11 +159,12 @@ class Ensemble:
             raise CheckpointError(f"{folder}: not the description of an ensemble: {error!r}") from error
 
 
-def load_trained(folder: Path) -> Learner | Ensemble:
-    """The agent or the ensemble in this folder, whichever it is."""
-    if "members" in read_about(find_agent(folder)):
+def load_agent(path: str | Path) -> Learner | Ensemble:
+    """The agent in the folder `path`, whichever learner trained it, or the ensemble: to predict and to backtest."""
+    folder = find_agent(Path(path))
+    if MEMBERS in read_about(folder):
         return Ensemble.load(folder)
-    agent: Learner = load_agent(folder)
+    agent: Learner = load_learner(folder)
     return agent
 
 

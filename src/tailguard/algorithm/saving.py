@@ -26,7 +26,7 @@ from tailguard.models.agent import ActorCritic
 from tailguard.monitor.health import HealthMonitor
 from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
-from tailguard.sealed import State, flat_tensors, read_sealed, write_sealed
+from tailguard.sealed import State, flat_tensors, read_about, read_sealed, write_sealed
 
 AnyLearner = TypeVar("AnyLearner", bound=Learner)
 LEARNERS: dict[str, tuple[Any, type[LearnerConfig]]] = {
@@ -35,6 +35,8 @@ LEARNERS: dict[str, tuple[Any, type[LearnerConfig]]] = {
 }
 """Learners by their names, each with its settings."""
 
+MEMBERS = "members"
+"""Entry of an ensemble's description that an agent's does not have."""
 PARTS = ("weights", "state")
 """Files of a saved agent: what it is, and what it needs to go on learning."""
 EPISODES = ("episodes", "running_losses", "predictions", "env")
@@ -64,6 +66,8 @@ def load_agent(
     statistics and begins anew with the rest.
     """
     folder = find_agent(folder)
+    if MEMBERS in read_about(folder):
+        raise CheckpointError(f"{folder}: an ensemble of agents; load it with tg.load_agent or tg.Ensemble.load")
     about, parts = read_sealed(folder, PARTS)
     return rebuild(about, parts, folder, env, device, kind, **options)
 

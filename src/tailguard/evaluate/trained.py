@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
-from tailguard.algorithm.ensemble import Ensemble, load_trained
+from tailguard.algorithm.ensemble import Ensemble
+from tailguard.algorithm.ensemble import load_agent as load_agent_of
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
 from tailguard.config import RunConfig, load_run_config
@@ -111,7 +112,7 @@ def load_agent(folder: Path) -> Learner | Ensemble:
             f"{folder}: the run has no agent yet: its training has not finished. Resume it with: "
             f"tailguard train --resume {folder}"
         )
-    return load_trained(path)
+    return load_agent_of(path)
 
 
 def market_of(config: RunConfig) -> tuple[Bars | PreparedMarket, SyntheticMarket | None]:

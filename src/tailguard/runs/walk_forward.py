@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tailguard.algorithm.ensemble import Ensemble, load_trained
+from tailguard.algorithm.ensemble import Ensemble, load_agent
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig, to_dict, to_yaml
 from tailguard.console import say
@@ -100,7 +100,7 @@ def _trained(
 
 def _finished(place: RunFolder) -> Learner | Ensemble:
     try:
-        agent = load_trained(place.agent_path)
+        agent = load_agent(place.agent_path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Remove {place.path} to train this fold again") from error
     _let_go(place)
