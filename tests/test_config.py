@@ -65,7 +65,7 @@ def test_numbers_in_scientific_notation_are_numbers() -> None:
         ("ppo.gamma=1.5", r"ppo\.gamma: 1\.5 is out of range"),
         ("ppo.gamma=high", r"ppo\.gamma.*not 'high'"),
         ("ppo.network.critic=gaussian", r"ppo\.network\.critic.*not 'gaussian'"),
-        ("env.num_envs=0", r"env\.num_envs: 0 is out of range"),
+        ("env.num_envs=-1", r"env\.num_envs: -1 is out of range"),
         ("env.num_envs=2.5", r"env\.num_envs.*not 2\.5"),
         ("ppo=3", "ppo: this is a section"),
         ("ppo.gamma", "section.key=value"),
@@ -142,8 +142,8 @@ def test_whole_numbers_in_scientific_notation_are_counts(tmp_path: Path) -> None
 def test_a_wrong_override_is_named_and_not_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("ppo: {gamma: 0.9}\n")
-    with pytest.raises(ConfigError, match=r"^--set env\.num_envs=0: env\.num_envs: 0 is out of range"):
-        load_config(path, ["ppo.epochs=2", "env.num_envs=0", "ppo.n_steps=8"])
+    with pytest.raises(ConfigError, match=r"^--set env\.num_envs=-1: env\.num_envs: -1 is out of range"):
+        load_config(path, ["ppo.epochs=2", "env.num_envs=-1", "ppo.n_steps=8"])
     path.write_text("ppo: {gamma: 2}\n")
     with pytest.raises(ConfigError, match=r"run\.yaml: ppo\.gamma: 2 is out of range"):
         load_config(path, ["ppo.epochs=2"])

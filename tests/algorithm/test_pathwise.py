@@ -375,7 +375,7 @@ def test_where_orders_fill_slowly_the_sign_is_right() -> None:
     """A position that takes twenty bars to build must be judged by what it earns then, not by the next bar."""
     market = tg.MarketConfig(participation=0.1, impact=0.0, fee=0.0, half_spread=0.0, funding_rate=0.0)
     env = tg.TradingEnv(slow_fills(), market, num_envs=128, episode_length=96, stagger=32)
-    learner = PathwiseLearner(env, n_steps=32, hidden=(8,), lstm_size=8, critic="scalar", seed=0)
+    learner = PathwiseLearner(env, n_steps=32, hidden=(8,), lstm_size=8, critic="scalar", learning_rate=1e-2, seed=0)
     for _ in range(60):
         metrics = learner.iterate()
     weights = learner.snapshot.rollout.outcome["weights"]  # type: ignore[union-attr]

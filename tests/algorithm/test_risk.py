@@ -406,7 +406,7 @@ def test_a_budget_says_how_much_of_the_tail_an_update_sees(bars: Any, measure: A
     assert risk.tail_outcomes == pytest.approx(expected)
     words = risk.describe_sample()
     if measure == "bar":
-        assert words == "an update sees 13 tail bars"
+        assert words == "an update sees 13 tail bars (env.num_envs=63 shows 50)"
     else:
         assert words.startswith("an update sees 0.4 tail episodes, fewer than 5: too few")
 
@@ -422,7 +422,7 @@ def test_too_few_tail_episodes_are_not_blamed_on_the_limit() -> None:
         many.iterate()
     said = {alarm.name: alarm.what for alarm in few.alarms}
     assert "risk_infeasible" not in said
-    assert "An update sees 0.8 outcomes of the tail" in said["tail_undersampled"]
+    assert "An update sees 0.8 tail outcomes" in said["tail_undersampled"]
     names = [alarm.name for alarm in many.alarms]
     assert "risk_infeasible" in names
     assert "tail_undersampled" not in names

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from tailguard.runs.selection import Best, Evaluation, budget_score
+from tailguard.risk.exposure import MOST_EXPOSURE
+from tailguard.runs.selection import Best, Evaluation, budget_score, calibrated_score
 
 
 @pytest.mark.parametrize(
@@ -23,6 +25,16 @@ def test_growth_counts_within_the_limit_and_a_breach_costs_more_than_growth(
     growth: float, cvar: float | None, limit: float | None, expected: float
 ) -> None:
     assert budget_score(growth, cvar, limit) == pytest.approx(expected)
+
+
+def test_where_exposure_is_calibrated_growth_counts_in_proportion_to_the_tail() -> None:
+    """Normal outcomes: ES = 2.0627 σ − μ; twice the exposure has the same score, and losses are not scaled."""
+    outcomes = 0.01 + 0.02 * torch.tensor([-1.0, 1.0]).repeat(50)
+    shortfall = 2.0627128 * 0.02 - 0.01
+    assert calibrated_score(1.5, outcomes, 0.05, -0.04) == pytest.approx(1.5 * 0.04 / shortfall)
+    assert calibrated_score(3.0, 2 * outcomes, 0.05, -0.04) == pytest.approx(1.5 * 0.04 / shortfall)
+    assert calibrated_score(-0.3, outcomes, 0.05, -0.04) == -0.3
+    assert calibrated_score(1.5, outcomes, 0.05, -0.9) == 1.5 * MOST_EXPOSURE
 
 
 def test_the_best_stays_until_a_better_one_comes() -> None:

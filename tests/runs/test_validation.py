@@ -46,7 +46,7 @@ def test_a_part_shorter_than_an_episode_has_no_evaluation() -> None:
 def test_growth_and_tail_are_those_of_episodes_traded_one_by_one(measure: Any) -> None:
     """Each window again, alone, with equity and tail in plain numbers."""
     bars = tg.make_market(330, seed=5).bars
-    risk = RiskConfig(limit=-1e-5, alpha=0.25, measure=measure, window=400)
+    risk = RiskConfig(limit=-1e-5, alpha=0.25, measure=measure, window=400, confidence=0)
     agent = make_agent(bars, risk)
     agent.learn(96)
     validation = Validation(agent, bars)

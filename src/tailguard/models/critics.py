@@ -16,7 +16,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,13 +41,8 @@ def midpoints(count: int, *, dtype: torch.dtype | None = None, device: torch.dev
 
 @torch.no_grad()
 def ascending(values: Tensor) -> Tensor:
-    """Values [..., M] sorted along the last dimension, without gradient.
-
-    On a CPU by NumPy, whose vectorised sort takes a tenth of the time of PyTorch's for rows of 32.
-    """
-    if values.device.type != "cpu" or torch.compiler.is_compiling():
-        return values.sort(-1).values
-    return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1))
+    """Values [..., M] sorted along the last dimension, without gradient."""
+    return values.sort(-1).values
 
 
 class Critic(nn.Module, ABC):
