@@ -17,7 +17,7 @@ test-random: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" -p randomly --randomly-dont-reset-seed $(if $(SEED),--randomly-seed=$(SEED))
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
