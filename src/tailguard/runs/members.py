@@ -25,7 +25,7 @@ from tailguard.evaluate.table import describe_exposure
 from tailguard.evaluate.trained import build_agent
 from tailguard.risk.exposure import calibrate_exposure
 from tailguard.runs.folder import MEMBERS, RunFolder
-from tailguard.runs.training import save_result, train_to_the_end
+from tailguard.runs.training import disk_error, save_result, train_to_the_end
 from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ def train_members(
         member, place = members.build(number), run
         if member.fold is not None:
             place = RunFolder(run.path / MEMBERS / str(number))
-            place.path.mkdir(parents=True, exist_ok=True)
-            resume = place.metrics_path.exists()
+            resume = _opened(place, again)
             first, last = (_day(moment) for moment in (member.fold.first_ms, member.fold.last_ms))
             say(console, f"member   {number + 1} of {members.count}, trained without {first} to {last}")
         train_to_the_end(
@@ -154,6 +153,15 @@ def _result(
     )
     say(console, f"exposure {describe_exposure(found)}")
     return Ensemble(agents, found, throttled=risk.throttle and risk.measure == "episode")
+
+
+def _opened(place: RunFolder, again: str) -> bool:
+    """Make a member's folder; returns whether its training has begun there."""
+    try:
+        place.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise disk_error(error, place, None, again) from error
+    return place.metrics_path.exists()
 
 
 def _day(moment_ms: int) -> str:

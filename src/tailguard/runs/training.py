@@ -69,7 +69,7 @@ def train_to_the_end(
         _say_tail(agent, console)
         _choose(agent, config, store, validation, console, again)
     except OSError as error:
-        raise _disk_error(error, run, store, again) from error
+        raise disk_error(error, run, store, again) from error
     return store
 
 
@@ -78,10 +78,14 @@ def save_result(agent: Learner | Ensemble, run: RunFolder, again: str) -> None:
     try:
         agent.save(run.agent_path)
     except OSError as error:
-        raise _disk_error(error, run, None, again) from error
+        raise disk_error(error, run, None, again) from error
 
 
-def _disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, again: str) -> RunError:
+def disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, again: str) -> RunError:
+    """What a full or read-only disk means for a run: what is intact, and how to go on.
+
+    `store`: checkpoints of the agent that was being trained; None where all of them have been trained.
+    """
     intact = None if store is None else store.newest_intact()
     rest = "nothing was saved yet" if intact is None else f"the checkpoint of step {intact:,} is intact"
     rest = "its checkpoints are intact" if store is None else rest
