@@ -139,8 +139,8 @@ def _read_manifest(folder: Path, names: Collection[str] | None) -> dict[str, Any
     if stated != _digest(_canonical(manifest)):
         raise CheckpointError(f"{path}: its content does not match its own SHA-256; the file has been changed")
     files = manifest.get("files")
-    expected = {file_name(name) for name in names} if names is not None else set(files or ())
-    if not isinstance(files, dict) or set(files) != expected:
+    expected = {file_name(name) for name in names or ()}
+    if not isinstance(files, dict) or (names is not None and set(files) != expected):
         shown = ", ".join(sorted(files)) if isinstance(files, dict) else repr(files)
         raise CheckpointError(f"{path}: lists the files {shown}; expected {', '.join(sorted(expected))}")
     well_formed = all(
