@@ -63,7 +63,7 @@ FACTORS = (1.0, 1.3)
 
 
 def settings(seed: int, limit: float, learner: str, changes: list[str]) -> RunConfig:
-    """The defaults, with the issue's budget."""
+    """The default settings with this budget."""
     own = [f"risk.limit={limit}", f"risk.alpha={ALPHA}", f"env.episode_length={LENGTH}", f"training.seed={seed}"]
     return load_config(overrides=[*own, f"learner={learner}", *changes])
 

@@ -116,8 +116,9 @@ def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(fi
     np.testing.assert_array_equal(again.equity, result.results[AGENT].equity)
 
 
-def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path) -> None:
+def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = finished
+    monkeypatch.chdir(tmp_path)  # where pages are written
     for arguments in (
         ["report", str(result.folder), "--out", str(tmp_path / "report.html")],
         ["backtest", str(result.folder)],
