@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tailguard as tg
+from tailguard.algorithm.config import PathwiseConfig
 from tailguard.algorithm.estimate import first_returns, look
 from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.algorithm.pathwise import PathwiseLearner, detached, discounts
@@ -479,6 +480,8 @@ def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     assert (without.config.n_steps, without.config.critic_epochs) == (16, 1)
     on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0)
     assert on_bars.config.n_steps == 16
+    # The stand-in for an environment of an agent that is loaded without one has episodes of one step.
+    assert PathwiseConfig().completed(BUDGET, 1).n_steps == 16
     given = make(bars, BUDGET, n_steps=8, critic_epochs=2)
     assert (given.config.n_steps, given.config.critic_epochs) == (8, 2)
 

@@ -361,3 +361,23 @@ def test_a_throttle_follows_the_windows_of_the_account(bars: tg.Bars) -> None:
     assert (np.abs(found.targets[first:]) < np.abs(free.targets[first:])).mean() > 0.9
     plain = tg.backtest(Ensemble([agent], exposure), bars, warn_in_sample=False)
     np.testing.assert_array_equal(plain.equity, free.equity)
+
+
+def test_losses_before_a_gap_reach_the_throttle(bars: tg.Bars) -> None:
+    """Stretches shorter than a window: counted in traded bars, windows end in the middle of a later stretch."""
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=48, features=["return_24"])
+    agent = tg.PathwiseLearner(env, n_steps=48, hidden=(6,), lstm_size=5, critic="scalar")
+    agent.agent.action_head.linear.bias.data[0] = 1.0  # always long
+    ensemble = Ensemble([agent], Exposure(0.8, -0.002, 0.2, 0.9, -0.004, -0.001, -0.002, 3.0), throttled=True)
+    stretch = pl.int_range(len(bars)) // 200  # 32 bars after those that the feature needs
+    frame = bars.frame.with_columns(
+        time=(pl.col("time") + stretch * timedelta(days=3)).cast(bars.frame["time"].dtype),
+        segment=stretch.cast(pl.Int32),
+    )
+    found = tg.backtest(ensemble, replace(bars, frame=frame), warn_in_sample=False)
+    throttle = Throttle(-0.002, 0.2)
+    for begin in range(0, len(found.net), 48):
+        np.testing.assert_allclose(found.throttle[begin : begin + 48], throttle.factor)
+        end = min(begin + 48, len(found.net))
+        throttle.observe(found.equity[end] / found.equity[begin] - 1)
+    assert 0 < found.metrics["throttled"] < 1

@@ -327,8 +327,10 @@ class PathwiseConfig(LearnerConfig):
         n_steps, critic_epochs = self.n_steps, self.critic_epochs
         if n_steps == 0:
             # The gradient of an episode's tail is exact only where it goes through the whole episode.
-            whole = risk is not None and risk.enabled and risk.measure != "bar" and episode_length is not None
-            n_steps = episode_length if whole and episode_length is not None else WINDOW
+            # An agent that is loaded without an environment has a stand-in, of episodes of one step.
+            known = episode_length if episode_length is not None and episode_length > 1 else 0
+            whole = risk is not None and risk.enabled and risk.measure != "bar"
+            n_steps = known if whole and known else WINDOW
         if critic_epochs is None:
             critic_epochs = 0 if n_steps == episode_length else 1
         return replace(self, n_steps=n_steps, critic_epochs=critic_epochs)

@@ -273,6 +273,8 @@ def _run(
     flat = [0.0] * panel.assets
     shield, config = task.shield, task.market.config
     done, liquidated = 0, False
+    # The throttle counts traded bars: a gap begins the agent's window anew, and must not hide the losses before it.
+    realised = Window(account.equity, account.equity)
     with DelayedBar("backtest", len(course.rows), shown=progress_bar) as bar, torch.inference_mode():
         for stretch, (begin, end) in enumerate(stretches):
             account.row = begin
@@ -281,9 +283,10 @@ def _run(
             window = Window(account.equity, account.equity)
             for row in range(begin, end):
                 if window.age >= task.episode_length:
-                    if throttle is not None:
-                        throttle.observe(account.equity / window.start_equity - 1)
                     window = Window(account.equity, account.equity)
+                if throttle is not None and realised.age >= task.episode_length:
+                    throttle.observe(account.equity / realised.start_equity - 1)
+                    realised = Window(account.equity, account.equity)
                 if liquidated or (goes_on and row == end - 1):
                     target = flat
                 else:
@@ -307,6 +310,7 @@ def _run(
                 )
                 liquidated |= account.step(target)
                 window.age += 1
+                realised.age += 1
                 window.peak_equity = max(window.peak_equity, account.equity)
                 done += 1
                 if not done % 256:

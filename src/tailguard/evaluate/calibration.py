@@ -254,22 +254,6 @@ def tail_evidence(
     return TailEvidence(found, deviations if found.estimate < 0 else deviations[:0])
 
 
-def tail_interval(
-    equity: Float,
-    generator: np.random.Generator,
-    *,
-    alpha: float = 0.05,
-    horizon: int = 1,
-    outcome: Outcome = "return",
-    level: float = 0.95,
-    resamples: int = RESAMPLES,
-) -> Interval:
-    """CVaR of all windows of `horizon` bars of an equity curve [T + 1], and its interval by `tail_evidence`."""
-    return tail_evidence(
-        equity, generator, alpha=alpha, horizon=horizon, outcome=outcome, resamples=resamples
-    ).interval(level)
-
-
 def risk_budget(
     equity: Float,
     limit: float,
