@@ -98,7 +98,7 @@ def live(config: RunConfig, folder: Path, death: Death | None = None) -> bool:
 def _live(config: RunConfig, folder: Path) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
-        if RunFolder(folder).holds_a_run():
+        if RunFolder(folder).is_run():
             resume_run(folder, Console(quiet=True))
         else:
             train(config, folder, Console(quiet=True))

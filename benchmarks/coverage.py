@@ -22,10 +22,10 @@ from scipy import signal
 from tailguard.data.panel import Panel
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import cvar_statistic, interval
-from tailguard.evaluate.calibration import Verdict, risk_budget
+from tailguard.evaluate.budget import BudgetVerdict, check_limit
 from tailguard.evaluate.metrics import cvar, horizon_returns
-from tailguard.evaluate.timing import timing_test
-from tailguard.market.simulator import COST_KINDS
+from tailguard.evaluate.timing_test import timing_test
+from tailguard.market.costs import cost_kinds
 
 Float = NDArray[np.float64]
 
@@ -71,13 +71,13 @@ def budget_rates(memory: float, count: int, deviation: float, horizon: int, samp
             resamples=RESAMPLES,
             overlap=horizon,
         )
-        judged = risk_budget(
+        judged = check_limit(
             equity, truth, np.random.default_rng(number), alpha=ALPHA, horizon=horizon, resamples=RESAMPLES
         )
         verdicts += (
             alone.low >= truth,
-            judged.verdict == Verdict.KEPT,
-            judged.verdict == Verdict.BROKEN,
+            judged.verdict == BudgetVerdict.KEPT,
+            judged.verdict == BudgetVerdict.BROKEN,
             judged.probability >= 0.9,
             judged.probability <= 0.1,
             judged.cvar.low >= 2 * truth,
@@ -106,7 +106,7 @@ def timing_rate(length: int, memory: float, count: int, samples: int, seed: int 
         nothing = np.zeros(count)
         result = BacktestResult(
             time=time[1:], equity=np.ones(count + 1), targets=held, weights=held, net=nothing, pnl=nothing,
-            costs=dict.fromkeys(COST_KINDS, nothing), turnover=nothing, unfilled=nothing,
+            costs=dict.fromkeys(cost_kinds(), nothing), turnover=nothing, unfilled=nothing,
             shielded=np.zeros(count, bool), liquidated=False, bars_per_year=BARS_PER_YEAR, symbols=("X",),
         )  # fmt: skip
         passed += timing_test(result, panel).p_value <= 0.05

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
-from tailguard.evaluate.trained import split_of
+from tailguard.experiment.build import split_market
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Members, train_members
 
@@ -32,10 +32,10 @@ def sharpes(seed: int) -> tuple[float, float]:
     """Yearly Sharpe ratio of the first member alone, and of all of them."""
     torch.set_num_threads(1)
     config = settings(seed, LIMIT, "pathwise", [f"training.members={COUNT}"])
-    split = split_of(config, tg.make_market(BARS, seed=seed, signal=SIGNAL, law=LAWS[LAW]).bars)
+    split = split_market(config, tg.make_market(BARS, seed=seed, signal=SIGNAL, law=LAWS[LAW]).bars)
     with tempfile.TemporaryDirectory() as folder:
         agent = train_members(
-            Members(config, split.train, seed),
+            Members.on(config, split.train, seed),
             RunFolder(Path(folder)),
             None,
             Console(quiet=True),

@@ -28,7 +28,7 @@ from tailguard.algorithm.config import PPOConfig
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
-from tailguard.models.agent import NetworkConfig
+from tailguard.models.policy import NetworkConfig
 from tailguard.optim.config import VGSConfig
 
 HOUR_MS = 3_600_000
@@ -274,10 +274,10 @@ def equality(chosen: list[str], modes: list[str], iterations: int = 10) -> None:
         runs = {}
         for mode in ("eager", *modes):
             learner = replace(case, mode=mode).learner(prepared)
-            start = [parameter.detach().clone() for parameter in learner.agent.parameters()]
+            start = [parameter.detach().clone() for parameter in learner.policy.parameters()]
             for _ in range(iterations):
                 figures = learner.iterate()
-            runs[mode] = [parameter.detach().clone() for parameter in learner.agent.parameters()], figures
+            runs[mode] = [parameter.detach().clone() for parameter in learner.policy.parameters()], figures
             if mode == "eager":
                 way = max(float((a - b).abs().max()) for a, b in zip(runs[mode][0], start, strict=True))
                 continue

@@ -39,7 +39,7 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.data.table import FeatureTable
 from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
-from tailguard.evaluate.trained import split_of
+from tailguard.experiment.build import split_market
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.throttle import Throttle
 from tailguard.runs.folder import RunFolder
@@ -75,8 +75,8 @@ def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
     config = settings(seed, limit, learner, changes)
     bars = tg.make_market(BARS, seed=seed, signal=SIGNAL, law=LAWS[law]).bars
     begun, cpu = time.perf_counter(), time.process_time()
-    split = split_of(config, bars)
-    members = Members(config, split.train, seed)
+    split = split_market(config, bars)
+    members = Members.on(config, split.train, seed)
     with tempfile.TemporaryDirectory() as folder:
         agent = train_members(
             members,

@@ -80,7 +80,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def weigh(bars: int) -> tuple[int, int]:
+def counterfactual(bars: int) -> tuple[int, int]:
     """Bytes of a market of so many bars, and the growth of the process from stepping 64 to 16,384 environments."""
     market = build_market(random_bars(bars))
     size = sum(tensor.nbytes for tensor in (market.table, market.segment, market.time))
@@ -102,7 +102,7 @@ def memory_table() -> Table:
     for bars in (10_000, 100_000, 1_000_000):
         # A process of its own: memory that earlier work has freed would hide the growth.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            size, growth = pool.submit(weigh, bars).result()
+            size, growth = pool.submit(counterfactual, bars).result()
         table.add_row(f"{bars:,} bars", f"{size / 2**20:,.1f} MiB", f"{size / bars:,.0f}", f"{growth / 2**20:,.1f} MiB")
     return table
 

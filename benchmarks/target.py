@@ -135,8 +135,6 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
         f"Tailguard's PPO, {DEFAULTS}": own,
         f"Tailguard, through the market, {WINDOWS}": through_the_market,
         "Tailguard, through the market, no critics": partial(through_the_market, critic_epochs=0),
-        f"Tailguard, in hindsight, {DEFAULTS}": partial(own, advantages="hindsight"),
-        f"Tailguard, in hindsight, {SHORT}": partial(own, shape=SHORT, advantages="hindsight"),
         f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),
         f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
         f"Tailguard, both, {SHORT}": partial(own, shape=SHORT, **CLIPPED),

@@ -35,12 +35,12 @@ import numpy as np
 import torch
 
 import tailguard as tg
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.evaluate.bootstrap import cvar_statistic, interval
 from tailguard.market import open_accounts
+from tailguard.monitor.callbacks import EveryIteration
 
 LIMITS = ("-0.005", "-0.01", "-0.02", "-0.04", "none")
 EPISODE = 256

@@ -13,7 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "errors", "flags", "memory", "places", "sealed", "shuffle", "validate"),
+    ("_version", "console", "deprecated", "errors", "flags", "memory", "places", "plugins"),
+    ("sealed", "shuffle", "validate"),
     ("data",),
     ("market",),
     ("envs",),
@@ -21,15 +22,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("returns",),
     ("risk",),
     ("optim",),
-    # Writers of metrics are callbacks, and a learner that is asked to be verbose makes some by itself.
-    ("algorithm.callbacks",),
     ("monitor",),
     ("algorithm",),
     ("config",),
+    ("experiment",),
     ("evaluate",),
     ("runs",),
     ("bench",),
-    ("cli_bench", "cli_evaluate"),
     ("cli",),
     ("__init__",),
 )
@@ -237,6 +236,49 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
                 assert called not in ("torch.load", "yaml.load", "np.load"), f"{path}: {called}"
 
 
+RUN_FILES = {
+    *("config.yaml", "settings.json", "settings.yaml", "metrics.jsonl", "trials.jsonl", "report.html"),
+    *("walk_forward.json", "walk_forward.html", "tensorboard", "checkpoints", "latest", ".lock"),
+}
+AMBIGUOUS = {"agent", "members", "runs"}
+"""Names of folders that are also names of other things; they count where they are part of a path."""
+
+
+def run_paths_in(source: str) -> list[str]:
+    """Names of a run's files in a module: a whole string, or a part of a path as in `folder / "agent"` or `Path(…)`."""
+    named = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and node.value in RUN_FILES:
+            named.append(str(node.value))
+        parts: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("Path", "with_name", "joinpath"):
+            parts = node.args
+        for part in parts:
+            words = part.value.split("/") if isinstance(part, ast.Constant) and isinstance(part.value, str) else []
+            named += [word for word in words if word in AMBIGUOUS or (len(words) > 1 and word in RUN_FILES)]
+            if isinstance(part, ast.JoinedStr) and ast.unparse(part)[2:].startswith(("step_", "fold_", "seed_")):
+                named.append(ast.unparse(part))
+    return named
+
+
+def test_only_the_layout_names_the_files_of_a_run() -> None:
+    layout = SOURCE / "experiment" / "layout.py"
+    assert set(run_paths_in(layout.read_text(encoding="utf-8"))) >= RUN_FILES
+    elsewhere = {
+        str(path.relative_to(SOURCE)): named
+        for path in SOURCE.rglob("*.py")
+        if path != layout and (named := run_paths_in(path.read_text(encoding="utf-8")))
+    }
+    assert not elsewhere
+
+
+def test_names_of_run_files_are_seen_in_every_form() -> None:
+    code = 'a = folder / "agent"; b = Path("runs/demo"); c = f / f"step_{n}"; d = "latest"; e = results["agent"]'
+    assert sorted(run_paths_in(code)) == ["agent", "f'step_{n}'", "latest", "runs"]
+
+
 def test_the_learner_is_imported_without_what_only_some_of_its_users_need() -> None:
     """Each would add to the wait for the first `tailguard.DistributionalPPO`; PyTorch itself is all of it."""
     code = """
@@ -265,7 +307,18 @@ def test_nothing_refers_to_documents_outside_the_repository() -> None:
     paths = [
         path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".yaml")
     ]
-    paths += [root / name for name in ("README.md", "Makefile", "pyproject.toml", "mkdocs.yml")]
+    paths += [
+        root / name
+        for name in (
+            "README.md",
+            "Makefile",
+            "pyproject.toml",
+            "mkdocs.yml",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "SECURITY.md",
+        )
+    ]
     assert len(paths) > 250
     found = [
         f"{path.relative_to(root)}:{number}: {match.group()}"

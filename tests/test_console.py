@@ -12,10 +12,9 @@ import pytest
 import typer
 from rich.console import Console
 
-from tailguard.cli import _run_folder, app
+from tailguard.cli import app
 from tailguard.console import say
-from tailguard.errors import ConfigError
-from tailguard.evaluate.table import print_rows
+from tailguard.evaluate.results_table import print_rows
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 NAMES = ["a[/b]", "[red]x", "BTC[/x]", "x[/b].csv", ":smile:", "\\[bold]", "[link=x]y"]
@@ -36,21 +35,6 @@ def test_a_table_shows_names_as_they_are(name: str) -> None:
     heading, row = out.getvalue().splitlines()
     assert name in heading
     assert f"[{name}]" in row
-
-
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "", ".", "a/../../x", "a//b", "a/", "runs/x", "~/x", "a\nb"])
-def test_a_name_stays_within_the_runs(name: str) -> None:
-    with pytest.raises(ConfigError, match="choose a plain name"):
-        _run_folder(name)
-
-
-def test_a_name_may_have_parts_but_not_lie_within_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert _run_folder("btc/wide") == Path("runs/btc/wide")
-    Path("runs/btc").mkdir(parents=True)
-    Path("runs/btc/config.yaml").write_text("")
-    with pytest.raises(ConfigError, match="runs/btc is itself a run"):
-        _run_folder("btc/wide")
 
 
 # --- what messages suggest ------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tailguard.config import RunConfig, edited_settings, load_config
+from tailguard.config import RunConfig, load_config
 from tailguard.data.synthetic import make_market
 from tailguard.envs.mapped_market import open_market
 from tailguard.errors import ConfigError
 from tailguard.evaluate.trials import Trial, read_trials, record_trial
+from tailguard.experiment.settings import edited_settings
 from tailguard.places import lock, new_folder, put_in_place, read_plain, recover, write_synced
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.preparing import prepare_market

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tailguard import deprecated
 from tailguard._version import __version__
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ _PUBLIC = {
 
 __all__ = [*sorted(_PUBLIC), "__version__"]
 
+deprecated.install()
 
 try:
     import gymnasium

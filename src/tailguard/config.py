@@ -7,12 +7,10 @@ import copy
 import dataclasses
 import difflib
 import functools
-import hashlib
+import importlib
 import inspect
 import itertools
-import json
 import re
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
-from tailguard.places import read_plain
+from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -166,6 +164,9 @@ class RunConfig:
     """The tail-risk (CVaR) budget."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
+    plugins: tuple[str, ...] = ()
+    """Modules, or Python files relative to the working directory, with parts of your own such as features; each runs
+    code with your rights."""
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
@@ -195,8 +196,18 @@ class RunConfig:
         return self.training.members or (DEFAULT_MEMBERS if self.risk.limit is not None else 1)
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: RunConfig | None = None) -> RunConfig:
-    """Read a YAML file and apply overrides such as `ppo.gamma=0.995`; what is not given keeps its default."""
+def load_config(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    base: RunConfig | None = None,
+    *,
+    trust_plugins: bool = True,
+) -> RunConfig:
+    """Read a YAML file and apply overrides such as `ppo.gamma=0.995`; what is not given keeps its default.
+
+    The plugins that the settings name are loaded, which runs their code, unless `trust_plugins` is False: then settings
+    that name plugins are refused.
+    """
     settings: dict[str, Any] = to_dict(base or RunConfig())
     source = "settings" if path is None else str(path)
     if path is not None:
@@ -212,6 +223,9 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
             nested = {name: nested}
         _merge(settings, nested, source)
         steps.append((source, copy.deepcopy(settings)))
+    plugins = settings["plugins"]
+    named_by = next(source for source, so_far in steps if so_far["plugins"] == plugins)
+    _load_plugins(plugins, named_by, trust_plugins)
     try:
         return _build(settings, source)
     except ConfigError:
@@ -225,54 +239,6 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), base: R
             else:
                 break
         raise found from None
-
-
-MAY_CHANGE = (
-    "data.path",
-    *(f"training.{name}" for name in ("total_timesteps", "patience", "device", "threads")),
-    *(f"training.{name}" for name in ("checkpoint_steps", "checkpoint_minutes", "keep_checkpoints")),
-)
-"""Settings that may be edited after a run has started: data location, length, device and checkpoints."""
-BEGUN = "settings.json"
-"""File beside a run's config.yaml: the settings that the run was started with, and their SHA-256."""
-
-
-def seal_settings(config: RunConfig) -> bytes:
-    """The settings as a run stores them, to detect an edited or damaged config.yaml."""
-    settings = to_dict(config)
-    return (json.dumps({"settings": settings, "sha256": _digest(settings)}, indent=1) + "\n").encode()
-
-
-def load_run_config(path: Path) -> RunConfig:
-    """The settings in a run's config.yaml; raises if they differ from those that the run was started with."""
-    config = load_config(path)
-    refused = [key for key in edited_settings(path, config) if key not in MAY_CHANGE]
-    if refused:
-        shown = "; ".join(difference for key, difference in edited_settings(path, config).items() if key in refused)
-        raise ConfigError(
-            f"{path}: changed since the run started ({shown}). Restore these settings; to train with others, start a "
-            f"new run: tailguard train {shlex.quote(str(path))} --name NEW"
-        )
-    return config
-
-
-def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
-    """Differences from the settings that the run of this config.yaml was started with, by name."""
-    seal = path.with_name(BEGUN)
-    if not seal.exists():  # runs of earlier versions have none
-        return {}
-    way_out = f"If {path.name} has not changed since the run started, delete {seal} and try again"
-    try:
-        found = json.loads(read_plain(seal))
-        begun, stated = found["settings"], found["sha256"]
-        is_whole = isinstance(begun, dict) and stated == _digest(begun)
-    except OSError as error:
-        raise ConfigError(f"{seal}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{seal}: damaged: {error!r}. {way_out}") from error
-    if not is_whole:
-        raise ConfigError(f"{seal}: damaged: its content does not match its own SHA-256. {way_out}")
-    return differing_settings(begun, to_dict(config))
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -308,11 +274,11 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
     for item in dataclasses.fields(config):
         if section in (None, item.name):
             value = getattr(config, item.name)
-            lines.append(f"# {field_docs(RunConfig)[item.name]}")
+            lines += [f"# {line}" for line in textwrap.wrap(field_docs(RunConfig)[item.name], 110)]
             if dataclasses.is_dataclass(value):
                 lines += [f"{item.name}:", *_describe(value, 1), ""]
             else:
-                lines += [f"{item.name}: {value}", ""]
+                lines += [f"{item.name}: {_as_yaml(value)}", ""]
     return "\n".join(lines)
 
 
@@ -347,8 +313,11 @@ def _describe(config: Any, depth: int) -> Iterator[str]:
             yield f"{indent}{item.name}:"
             yield from _describe(value, depth + 1)
         else:
-            text = yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
-            yield f"{indent}{item.name}: {text}"
+            yield f"{indent}{item.name}: {_as_yaml(value)}"
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -445,6 +414,19 @@ def _unknown(name: str, known: Mapping[str, Any], key: str, command: str) -> str
     return f"{_short(key, quoted=False)}: no such setting. {hint}  ({command} lists them)"
 
 
+def _load_plugins(names: Any, source: str, trust: bool) -> None:
+    """Load plugins before the settings are built, which may name what they register; wrong types are left to that."""
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return
+    if names:
+        # Built-in features come first, or the name clash of a plugin would be found in their module and not in its own.
+        importlib.import_module("tailguard.data.features")
+    try:
+        load_plugins(names, trusted=trust)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
 def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
     # Pydantic is for the boundary; the numeric core runs without it.
     from pydantic import TypeAdapter, ValidationError
@@ -462,10 +444,6 @@ def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
 def _names(settings: Mapping[str, Any]) -> set[str]:
     """All keys at any depth."""
     return set(settings) | {name for part in settings.values() if isinstance(part, dict) for name in _names(part)}
-
-
-def _digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -15,7 +15,7 @@ from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.update import Batch
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
-from tailguard.models.agent import ActorCritic, AgentOutput
+from tailguard.models.policy import ActorCritic, PolicyOutput
 
 SMALL: dict[str, Any] = {
     "n_steps": 12,
@@ -116,7 +116,7 @@ class Witness:
         self.rollout: Rollout
         self.estimates: Estimates
         self.batch: Batch
-        self.first: list[tuple[AgentOutput, Batch]] = []
+        self.first: list[tuple[PolicyOutput, Batch]] = []
         """The first minibatch of every iteration, before any step on it."""
         self.minibatches = 0
         self.fresh = False
@@ -125,7 +125,7 @@ class Witness:
         self.rollout, self.estimates, self.batch, self.fresh = rollout, estimates, batch, True
         return batch
 
-    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:  # noqa: ARG002
+    def loss(self, agent: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:  # noqa: ARG002
         self.minibatches += 1
         if self.fresh:
             self.first.append((output, batch))
@@ -144,7 +144,7 @@ class Tamper:
     def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:  # noqa: ARG002
         return replace(batch, **self.change(batch))
 
-    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:  # noqa: ARG002
+    def loss(self, agent: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:  # noqa: ARG002
         return torch.zeros_like(batch.log_probs)
 
 
@@ -184,9 +184,9 @@ def everything_in() -> Callable[[DistributionalPPO], dict[str, Tensor]]:
 
 
 def _numbers(learner: DistributionalPPO) -> Iterator[tuple[str, Tensor]]:
-    for name, value in learner.agent.state_dict().items():
+    for name, value in learner.policy.state_dict().items():
         yield f"agent.{name}", value.clone()
-    for name, parameter in learner.agent.named_parameters():
+    for name, parameter in learner.policy.named_parameters():
         for key, value in learner.optimizer.state.get(parameter, {}).items():
             yield f"optimizer.{name}.{key}", value.clone()
     for name, value in learner.observation_moments.state_dict().items():
@@ -197,10 +197,10 @@ def _numbers(learner: DistributionalPPO) -> Iterator[tuple[str, Tensor]]:
     yield "num_timesteps", torch.tensor(learner.num_timesteps)
     yield "iteration", torch.tensor(learner.state.iteration)
     yield "kl_coef", torch.tensor(learner.state.kl_coef)
-    carry = learner.state.carry
-    if carry is not None:
-        yield "obs", carry.obs.clone()
-        for trunk, state in enumerate(carry.state):
+    rollout_state = learner.state.rollout_state
+    if rollout_state is not None:
+        yield "obs", rollout_state.obs.clone()
+        for trunk, state in enumerate(rollout_state.state):
             for part, value in enumerate(state):
                 # Where an episode starts the memory is cleared before it is read.
-                yield f"memory.{trunk}.{part}", value.masked_fill(carry.episode_start[:, None], 0.0)
+                yield f"memory.{trunk}.{part}", value.masked_fill(rollout_state.episode_start[:, None], 0.0)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.bc import BehaviourCloning
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.update import minibatch_loss
 from tailguard.errors import ConfigError
+from tailguard.monitor.callbacks import EveryIteration
 
 
 def lean(obs: Tensor) -> Tensor:
@@ -35,10 +35,10 @@ def test_the_policy_is_pulled_to_the_teachers_actions(make_learner: Any, scripte
 
     first = error()
     for _ in range(16):
-        figures = learner.iterate()
+        metrics = learner.iterate()
     assert first > 0.5
     assert error() < 0.15
-    assert "train/bc_loss" in figures
+    assert "train/bc_loss" in metrics
 
 
 def test_discrete_actions_are_cloned(make_learner: Any, scripted_env: Any) -> None:
@@ -67,9 +67,9 @@ def test_weights_are_clamped_before_the_exponential_and_carry_no_gradient(make_l
     assert found[advantages > 0].unique().tolist() == pytest.approx([0.5 * 20.0])
     assert not found[advantages < -1e-3].any()
     assert not found.requires_grad
-    term = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
-    gradients = torch.autograd.grad(term, list(learner.agent.parameters()), allow_unused=True)
-    for (name, _), gradient in zip(learner.agent.named_parameters(), gradients, strict=True):
+    term = minibatch_loss(learner.policy, witness.batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
+    gradients = torch.autograd.grad(term, list(learner.policy.parameters()), allow_unused=True)
+    for (name, _), gradient in zip(learner.policy.named_parameters(), gradients, strict=True):
         policy = name.startswith(("action_head", "trunks.0"))
         assert (gradient is not None) == policy, name
         assert gradient is None or bool(gradient.isfinite().all())
@@ -89,11 +89,11 @@ def test_without_a_teacher_the_actions_taken_are_imitated(make_learner: Any, mak
     learner = make_learner(extensions=(cloning, witness))
     learner.iterate()
     batch = witness.batch
-    output = learner.agent(batch.obs, batch.state, batch.episode_start)
-    mean, log_std = output.parameters.detach().chunk(2, -1)
+    output = learner.policy(batch.obs, batch.state, batch.episode_start)
+    mean, log_std = output.dist_params.detach().chunk(2, -1)
     log_prob = torch.distributions.Normal(mean, log_std.exp()).log_prob(batch.actions).sum(-1)
     expected = -(batch.advantages.exp().clamp(max=20.0) * log_prob).mean()
-    term = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
+    term = minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config, (cloning,)).terms["bc"]
     assert float(term.detach()) == pytest.approx(float(expected), rel=1e-4)
 
 

@@ -55,19 +55,19 @@ def test_ranks_are_those_of_whole_episodes_by_hand(bars: Any) -> None:
 def ranked(values: np.ndarray) -> dict[str, float]:
     found = PredictedReturns(1, 4, 1.0, len(values), torch.device("cpu"))
     found.ranks.add(torch.tensor(values), torch.ones(len(values), dtype=torch.bool))
-    return {name: float(value) for name, value in found.figures(0.05).items()}
+    return {name: float(value) for name, value in found.metrics(0.05).items()}
 
 
 def test_the_distance_is_that_of_kolmogorov_and_smirnov() -> None:
     from scipy.stats import kstest
 
     values = np.random.default_rng(0).beta(2, 1, 400)
-    figures = ranked(values)
-    assert figures["risk/calibration"] == pytest.approx(kstest(values, "uniform").statistic, abs=1e-9)
-    assert figures["risk/tail_share"] == pytest.approx((values < 0.05).mean(), abs=1e-9)
+    metrics = ranked(values)
+    assert metrics["risk/calibration"] == pytest.approx(kstest(values, "uniform").statistic, abs=1e-9)
+    assert metrics["risk/tail_share"] == pytest.approx((values < 0.05).mean(), abs=1e-9)
     assert ranked((np.arange(400) + 0.5) / 400)["risk/calibration"] < 0.01
 
 
 def test_before_the_first_episode_ends_nothing_is_said() -> None:
-    found = PredictedReturns(2, 4, 1.0, 10, torch.device("cpu")).figures(0.05)
+    found = PredictedReturns(2, 4, 1.0, 10, torch.device("cpu")).metrics(0.05)
     assert all(bool(value.isnan()) for value in found.values())

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tailguard.algorithm.callbacks import Callback, EveryIteration, make_callback
 from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.monitor.callbacks import Callback, EveryIteration, make_callback
 
 
 class Diary(Callback):

@@ -12,7 +12,7 @@ from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.tasks import RecallEnv
 from tailguard.errors import ConfigError
-from tailguard.models.agent import NetworkConfig
+from tailguard.models.policy import NetworkConfig
 
 
 @pytest.mark.parametrize(

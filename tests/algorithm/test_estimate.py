@@ -12,10 +12,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from scipy.stats import norm
 from torch import Tensor
 
-from tailguard.algorithm.estimate import estimate, look
+from tailguard.algorithm.estimate import estimate, evaluate_critics
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Rollout, collect
-from tailguard.models.agent import Trunk
+from tailguard.models.policy import Trunk
 
 MEMORIES = [("separate", 1), ("separate", 2), ("shared", 1), ("shared", 2), ("none", 1)]
 
@@ -26,7 +26,7 @@ class ReferenceCritic:
     """One environment's critic, one row at a time in float64, from the equations of encoder, LSTM and head."""
 
     def __init__(self, learner: DistributionalPPO, index: int) -> None:
-        agent = learner.agent
+        agent = learner.policy
         trunk = agent.trunks[agent.critic_trunks[index]]
         assert isinstance(trunk, Trunk)
         self.encoder = [
@@ -69,7 +69,7 @@ def reference_values(learner: DistributionalPPO, rollout: Rollout, critic: int) 
         return ((obs - scale.mean) / scale.std).clamp(-scale.clip, scale.clip)
 
     values, successors = torch.zeros(rows, count).double(), torch.zeros(rows, count).double()
-    trunk = learner.agent.critic_trunks[critic]
+    trunk = learner.policy.critic_trunks[critic]
     for n in range(count):
         state = [
             (rollout.start_state[trunk][0][layer, n].double(), rollout.start_state[trunk][1][layer, n].double())
@@ -121,11 +121,11 @@ def test_advantages_equal_their_definition(
     learner.iterate()
     learner.iterate()
     draw = torch.Generator().manual_seed(0)
-    for critic in learner.agent.each_critic():  # values that differ as much as after long training
+    for critic in learner.policy.each_critic():  # values that differ as much as after long training
         torch.nn.init.normal_(critic.value.layer.weight, generator=draw)
-    carry = learner.state.carry
-    rollout, _ = collect(learner.agent, env, carry, learner._observation_scale(), 12, learner.generator)
-    views, _ = look(learner.agent, rollout, learner.return_moments, learner.config.estimates)
+    rollout_state = learner.state.rollout_state
+    rollout, _ = collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator)
+    views, _ = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates)
     found = estimate(views, rollout, learner.config.estimates, learner.generator)
     assert rollout.terminated.any()
     assert rollout.truncated.any()
@@ -159,25 +159,25 @@ def test_a_time_limit_bootstraps_from_the_final_observation_fed_once(scripted_en
         normalise_observations=False,
     )  # fmt: skip
     small = 1e-3
-    cell = learner.agent.trunks[1].memory.cells[0]
+    cell = learner.policy.trunks[1].memory.cells[0]
     with torch.no_grad():
         for weight in cell.parameters():
             weight.zero_()
         cell.bias_ih[:] = torch.tensor([30.0, 30.0, 0.0, 30.0])  # input, forget and output gates are open
         cell.weight_ih[2] = small
-        head = learner.agent.each_critic()[0].value.layer
+        head = learner.policy.each_critic()[0].value.layer
         head.weight.fill_(1 / small)
         head.bias.zero_()
-    rollout, carry = collect(
-        learner.agent, env, learner._begin(), learner._observation_scale(), n_steps, learner.generator
+    rollout, rollout_state = collect(
+        learner.policy, env, learner._begin(), learner._observation_scale(), n_steps, learner.generator
     )
-    (view,), memory = look(learner.agent, rollout, learner.return_moments, learner.config.estimates)
+    (view,), memory = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates)
     assert view.value[:3, 0].tolist() == pytest.approx([1, 3, 7], abs=2e-3)
     assert view.next_baseline[:3, 0].tolist() == pytest.approx([3, 7, 15], abs=2e-3)
     if n_steps == 5:  # the next episode begins with an empty memory
         assert view.value[3:, 0].tolist() == pytest.approx([16, 48], abs=0.1)
     else:
-        assert carry.episode_start.all()
+        assert rollout_state.episode_start.all()
     advantage = estimate((view,), rollout, learner.config.estimates, learner.generator).advantages[2, 0]
     assert float(advantage) == pytest.approx(float(env.reward[2, 0]) + 0.5 * 15 - 7, abs=3e-3)
     assert float(memory[1][1][0, 0, 0]) == pytest.approx(0.048 if n_steps == 5 else 0.007, rel=1e-3)
@@ -274,7 +274,7 @@ def test_critics_remember_from_rollout_to_rollout(
     obs, starts = (torch.cat([getattr(rollout, name) for rollout in rollouts]) for name in ("obs", "episode_start"))
     assert not starts[12].all()
     with torch.no_grad():
-        whole = learner.agent(obs, rollouts[0].start_state, starts).critics
+        whole = learner.policy(obs, rollouts[0].start_state, starts).critics
     for index, critic in enumerate(whole):
         read = torch.cat([output[index] for output in outputs])
         expected = learner.return_moments.denormalise(critic.value.squeeze(-1))
@@ -349,11 +349,11 @@ def test_the_pessimism_of_min_is_the_distance_to_the_mean(make_learner: Any, mak
     witness = make_witness()
     learner = make_learner(twin_critics=True, twin_mode="min", learning_rate=0.01, extensions=(witness,))
     for _ in range(3):
-        figures = learner.iterate()
+        metrics = learner.iterate()
     first, second = (view.baseline for view in witness.estimates.views)
     assert (first > second).any()
     assert (first < second).any()
     gap = (first + second) / 2 - witness.estimates.values
     torch.testing.assert_close(witness.estimates.pessimism, gap, atol=1e-6, rtol=1e-5)
-    assert figures["critic/twin_pessimism"] == pytest.approx(float(gap.mean()), rel=1e-4)
-    assert figures["critic/twin_pessimism"] > 0
+    assert metrics["critic/twin_pessimism"] == pytest.approx(float(gap.mean()), rel=1e-4)
+    assert metrics["critic/twin_pessimism"] > 0

@@ -13,7 +13,6 @@ import torch
 from scipy.stats import norm
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.saving import PARTS
@@ -21,6 +20,7 @@ from tailguard.data.bars import Bars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
+from tailguard.monitor.callbacks import EveryIteration
 from tailguard.sealed import flat_tensors, read_sealed
 
 ROLLOUT = 6 * 12
@@ -48,7 +48,7 @@ def rollouts(learner: DistributionalPPO) -> list[Rollout]:
 
 
 def deviations(rollout: Rollout) -> Tensor:
-    return rollout.parameters.double().chunk(2, dim=-1)[1].exp()
+    return rollout.dist_params.double().chunk(2, dim=-1)[1].exp()
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------
@@ -65,18 +65,18 @@ def test_the_deviation_is_the_learned_one_times_the_schedule(
     )
     for learner in (with_schedule, without):
         with torch.no_grad():
-            learner.agent.action_head.linear.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
+            learner.policy.action_head.linear.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
     for progress, found, plain in zip((0.0, 0.5, 1.0), rollouts(with_schedule), rollouts(without), strict=True):
         sigma, learned = deviations(found), deviations(plain)
         assert (float(learned.std()) > 0.01) == (std == "state")
         torch.testing.assert_close(sigma, learned * factor(progress), atol=0, rtol=1e-6)
         if std == "global":
             torch.testing.assert_close(sigma, torch.full_like(sigma, math.exp(-0.7) * factor(progress)))
-        mean = found.parameters.chunk(2, dim=-1)[0]
-        assert torch.equal(mean, plain.parameters.chunk(2, dim=-1)[0])
+        mean = found.dist_params.chunk(2, dim=-1)[0]
+        assert torch.equal(mean, plain.dist_params.chunk(2, dim=-1)[0])
         # The same chance, further from the mean or nearer to it.
-        chance = (plain.actions - mean).double() / learned
-        torch.testing.assert_close((found.actions - mean).double(), sigma * chance, atol=1e-6, rtol=1e-5)
+        noise = (plain.actions - mean).double() / learned
+        torch.testing.assert_close((found.actions - mean).double(), sigma * noise, atol=1e-6, rtol=1e-5)
         expected = norm.logpdf(found.actions, mean, sigma).sum(-1)
         np.testing.assert_allclose(found.log_probs, expected, atol=1e-4)
 
@@ -90,9 +90,9 @@ def test_the_ratio_is_one_before_the_first_step(make_learner: Any, make_witness:
     assert len(witness.first) == 5
     sigmas = []
     for output, batch in witness.first:
-        log_prob = learner.agent.action_head.log_prob(output.parameters.detach(), batch.actions)
+        log_prob = learner.policy.action_head.log_prob(output.dist_params.detach(), batch.actions)
         torch.testing.assert_close(log_prob, batch.log_probs, atol=1e-5, rtol=1e-5)
-        sigmas.append(float(output.parameters.detach()[..., 1].exp().mean()))
+        sigmas.append(float(output.dist_params.detach()[..., 1].exp().mean()))
     # At the start of the fifth rollout, 4/5 of the way, a factor of 0.09.
     assert sigmas[-1] < 0.15 * sigmas[0]
 
@@ -124,7 +124,7 @@ def test_the_factor_is_not_among_the_weights(make_learner: Any, tmp_path: Path) 
         learner.iterate()
         learner.save(tmp_path / name)
         found.append({key for key, _ in flat_tensors(read_sealed(tmp_path / name, PARTS)[1]["weights"])})
-    assert found[0] == found[1] == {name for name, _ in learner.agent.named_parameters()}
+    assert found[0] == found[1] == {name for name, _ in learner.policy.named_parameters()}
 
 
 def test_an_agent_that_has_not_learned_yet_draws_as_a_loaded_one(make_learner: Any, tmp_path: Path) -> None:
@@ -185,5 +185,5 @@ def test_choices_have_no_deviation_to_scale(make_learner: Any, scripted_env: Any
 @pytest.mark.parametrize("given", [1, "linear:1:1"])
 def test_choices_may_say_one(make_learner: Any, scripted_env: Any, given: float | str) -> None:
     learner = make_learner(scripted_env(discrete=True), exploration=given)
-    assert not isinstance(learner.agent.action_head, GaussianHead)
+    assert not isinstance(learner.policy.action_head, GaussianHead)
     learner.iterate()

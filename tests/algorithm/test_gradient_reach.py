@@ -34,7 +34,7 @@ MODES = [
 
 def parameter_groups(learner: DistributionalPPO) -> dict[str, list[str]]:
     """Names of the parameters of every group that this learner has."""
-    agent, groups = learner.agent, {}
+    agent, groups = learner.policy, {}
     names = [name for name, _ in agent.named_parameters()]
 
     def starting(prefix: str) -> list[str]:
@@ -81,15 +81,15 @@ def expected_terms(group: str, shared: bool) -> set[str]:
 
 def gradients_of_terms(learner: DistributionalPPO, witness: Any) -> dict[str, Gradients]:
     """Gradient of each term alone, on the batch of the last iteration and the weights after it."""
-    batch = witness.batch if learner.agent.remembers else witness.batch.rows_as_sequences()
-    found = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config, learner.extensions)
-    names = [name for name, _ in learner.agent.named_parameters()]
+    batch = witness.batch if learner.policy.is_recurrent else witness.batch.rows_as_sequences()
+    found = minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config, learner.extensions)
+    names = [name for name, _ in learner.policy.named_parameters()]
     result = {}
     for term, value in found.terms.items():
         if not value.requires_grad:
             continue
         gradients = torch.autograd.grad(
-            value, list(learner.agent.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
+            value, list(learner.policy.parameters()), retain_graph=True, allow_unused=True, materialize_grads=True
         )
         result[term] = dict(zip(names, gradients, strict=True))
     return result
@@ -156,7 +156,7 @@ def test_a_term_reaches_exactly_its_groups(reach: Reach, mode: Mode, term: str) 
 @pytest.mark.parametrize("memory", ["separate", "shared", "none"])
 def test_policy_terms_reach_mean_and_sigma(reach: Reach, memory: str, std: str, term: str) -> None:
     learner, gradients = reach("quantile", memory, "single", std)
-    head = learner.agent.action_head
+    head = learner.policy.action_head
     assert isinstance(head, GaussianHead)
     layer = gradients[term]["action_head.linear.weight"]
     mean, sigma = layer[: head.raw_size], layer[head.raw_size :]
@@ -179,9 +179,9 @@ def test_the_terms_add_up_to_the_total(reach: Reach) -> None:
     """What the optimiser gets is the sum of the terms above and nothing else."""
     learner, gradients = reach("quantile", "separate", "twin", "global")
     witness = learner.extensions[1]
-    found = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, learner.extensions)  # type: ignore[attr-defined]
+    found = minibatch_loss(learner.policy, witness.batch, learner.set_hyper(), learner.config, learner.extensions)  # type: ignore[attr-defined]
     found.total.backward()  # type: ignore[no-untyped-call]
-    for name, parameter in learner.agent.named_parameters():
+    for name, parameter in learner.policy.named_parameters():
         summed = torch.stack([gradients[term][name] for term in TERMS]).sum(0)
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, summed, atol=1e-7, rtol=1e-5)
@@ -197,16 +197,16 @@ def test_both_critics_pull_equally_where_they_are_equally_wrong(
     witness = make_witness()
     learner = make_learner(twin_critics=True, twin_trunk=twin_trunk, extensions=(witness,))
     learner.iterate()
-    first, second = learner.agent.each_critic()
+    first, second = learner.policy.each_critic()
     second.load_state_dict(first.state_dict())
     if twin_trunk == "own":
-        learner.agent.trunks[2].load_state_dict(learner.agent.trunks[1].state_dict())
+        learner.policy.trunks[2].load_state_dict(learner.policy.trunks[1].state_dict())
     state = witness.batch.state
     batch = dataclasses.replace(witness.batch, state=(state[0], state[1], *state[1:2][: len(state) - 2]))
-    terms = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).terms
+    terms = minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config).terms
     single = make_learner(extensions=(witness,))
-    single.agent.load_state_dict(
-        {name: learner.agent.state_dict()[name] for name in single.agent.state_dict()}, strict=True
+    single.policy.load_state_dict(
+        {name: learner.policy.state_dict()[name] for name in single.policy.state_dict()}, strict=True
     )
     single_batch = dataclasses.replace(
         batch,
@@ -214,14 +214,14 @@ def test_both_critics_pull_equally_where_they_are_equally_wrong(
         old_values=batch.old_values[:1],
         old_distributions=batch.old_distributions[:1],
     )
-    single_terms = minibatch_loss(single.agent, single_batch, single.set_hyper(), single.config).terms
+    single_terms = minibatch_loss(single.policy, single_batch, single.set_hyper(), single.config).terms
     for term, head in (("value", "value"), ("distribution", "distribution")):
         ours = [
             torch.autograd.grad(terms[term], getattr(critic, head).layer.weight, retain_graph=True)[0]
             for critic in (first, second)
         ]
         theirs = torch.autograd.grad(
-            single_terms[term], getattr(single.agent.each_critic()[0], head).layer.weight, retain_graph=True
+            single_terms[term], getattr(single.policy.each_critic()[0], head).layer.weight, retain_graph=True
         )[0]
         torch.testing.assert_close(ours[0], ours[1])
         torch.testing.assert_close(2 * ours[0], theirs)

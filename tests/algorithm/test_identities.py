@@ -20,10 +20,10 @@ MEMORIES = [("separate", 1), ("separate", 2), ("shared", 1), ("shared", 2), ("no
 
 def largest_log_ratio(learner: DistributionalPPO, witness: Any) -> list[float]:
     """Of the first minibatch of every iteration, before any step on it."""
-    head = learner.agent.action_head
+    head = learner.policy.action_head
     return [
         float(
-            (head.log_prob(output.parameters.detach(), batch.actions) - batch.log_probs)[batch.weights > 0].abs().max()
+            (head.log_prob(output.dist_params.detach(), batch.actions) - batch.log_probs)[batch.weights > 0].abs().max()
         )
         for output, batch in witness.first
     ]
@@ -51,8 +51,8 @@ def test_the_ratio_is_one_before_the_first_step(
     assert len(ratios) == 5
     assert max(ratios) < 1e-5
     # The policy does move in between: at the end of an iteration the ratio is far from one.
-    batch = witness.batch if learner.agent.remembers else witness.batch.rows_as_sequences()
-    assert minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).log_ratio.abs().max() > 1e-2
+    batch = witness.batch if learner.policy.is_recurrent else witness.batch.rows_as_sequences()
+    assert minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config).log_ratio.abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("squash", [True, False])
@@ -90,10 +90,10 @@ def test_every_critic_repeats_its_old_outputs_before_the_first_step(
     learner = make_learner(env, critic=critic, twin_critics=True, twin_trunk=twin_trunk, extensions=(witness,))
     scales, relaid = [], 0.0
     for _ in range(4):
-        figures = learner.iterate()
+        metrics = learner.iterate()
         scales.append(float(learner.return_moments.std))
-        assert ("critic/supports_relaid" in figures) == (critic == "categorical")  # others have no support
-        relaid += figures.get("critic/supports_relaid", 0.0)
+        assert ("critic/supports_relaid" in metrics) == (critic == "categorical")  # others have no support
+        relaid += metrics.get("critic/supports_relaid", 0.0)
     assert max(scales) > 10 * min(scales)
     assert (relaid > 0) == (critic == "categorical")
     for output, batch in witness.first:
@@ -119,9 +119,9 @@ def test_fused_and_stepwise_learning_have_the_same_gradient(
     gradients = []
     for choice in (False if without_ends else None, True):
         learner.optimizer.zero_grad()
-        loss = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config, inner_resets=choice)
+        loss = minibatch_loss(learner.policy, witness.batch, learner.set_hyper(), learner.config, inner_resets=choice)
         loss.total.backward()  # type: ignore[no-untyped-call]
-        gradients.append([parameter.grad for parameter in learner.agent.parameters()])
+        gradients.append([parameter.grad for parameter in learner.policy.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-4)
 
@@ -158,7 +158,7 @@ def test_a_minibatch_of_dead_rows_alone_has_a_loss_of_zero(
     batch = witness.batch.rows_as_sequences()
     dead = (batch.weights[0] == 0).nonzero().flatten()
     assert len(dead) > 1
-    loss = minibatch_loss(learner.agent, batch.select(dead), learner.set_hyper(), learner.config)
+    loss = minibatch_loss(learner.policy, batch.select(dead), learner.set_hyper(), learner.config)
     assert float(loss.total.detach()) == 0.0
 
 
@@ -166,7 +166,7 @@ def test_a_minibatch_of_dead_rows_alone_has_a_loss_of_zero(
 
 
 def in_float64(learner: DistributionalPPO, batch: Batch) -> Batch:
-    learner.agent.double()
+    learner.policy.double()
 
     def wide(rows: Tensor) -> Tensor:
         return rows.double() if rows.is_floating_point() else rows
@@ -192,18 +192,18 @@ def test_microbatches_have_the_gradient_of_the_whole(
     index = torch.randperm(batch.log_probs.shape[1], generator=torch.Generator().manual_seed(1))[
         : 5 if memory != "none" else 41
     ]
-    gradients, figures = [], []
+    gradients, metrics = [], []
     for parts in (1, microbatches):
-        learner.config = dataclasses.replace(learner.config, microbatches=parts)
+        learner.updates.config = dataclasses.replace(learner.config, microbatches=parts)
         seen = witness.minibatches
-        figures.append(learner.updates.accumulate(batch, index, True))
+        metrics.append(learner.updates.accumulate(batch, index, True))
         assert witness.minibatches - seen == min(parts, len(index))
-        gradients.append([parameter.grad.clone() for parameter in learner.agent.parameters()])
+        gradients.append([parameter.grad.clone() for parameter in learner.policy.parameters()])
     tolerance = 1e-10 if precise else 1e-6
     for whole, summed in zip(*gradients, strict=True):
         torch.testing.assert_close(summed, whole, atol=tolerance, rtol=tolerance if precise else 1e-4)
-    for name, value in figures[0].items():
-        torch.testing.assert_close(figures[1][name], value, atol=1e-6, rtol=1e-5, msg=name)
+    for name, value in metrics[0].items():
+        torch.testing.assert_close(metrics[1][name], value, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_training_in_microbatches_is_training(make_learner: Any, scripted_env: Any) -> None:
@@ -215,7 +215,7 @@ def test_training_in_microbatches_is_training(make_learner: Any, scripted_env: A
     for learner in learners:
         for _ in range(3):
             learner.iterate()
-    for one, other in zip(*(learner.agent.parameters() for learner in learners), strict=True):
+    for one, other in zip(*(learner.policy.parameters() for learner in learners), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
@@ -243,7 +243,7 @@ def test_advantages_are_normalised_once_for_the_rollout(
     torch.testing.assert_close(batch.advantages.double(), expected, atol=1e-5, rtol=1e-5)
     for chosen in ([0], [1, 2], [5, 3, 0, 4]):
         part = batch.select(torch.tensor(chosen))
-        loss = minibatch_loss(learner.agent, part, learner.set_hyper(), learner.config)
+        loss = minibatch_loss(learner.policy, part, learner.set_hyper(), learner.config)
         counted = expected[:, chosen][valid[:, chosen]]
         assert float(loss.terms["policy"].detach()) == pytest.approx(-float(counted.mean()), abs=1e-5)
 
@@ -258,7 +258,7 @@ def test_constant_advantages_become_zeros_and_are_counted(
     learner = make_learner(env, memory="none", extensions=(witness,))
     # Untrained critics of equal opinion everywhere: the advantage is one constant, up to float32 rounding.
     with torch.no_grad():
-        learner.agent.each_critic()[0].value.layer.weight.zero_()
-    figures = learner.iterate()
+        learner.policy.each_critic()[0].value.layer.weight.zero_()
+    metrics = learner.iterate()
     assert not witness.batch.advantages.any()
-    assert figures["warn/constant_advantages"] == 1
+    assert metrics["warn/constant_advantages"] == 1

@@ -14,10 +14,10 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.tasks import RecallEnv
+from tailguard.monitor.callbacks import EveryIteration
 
 
 class _Process:
@@ -181,8 +181,8 @@ def learned_cvar(env: Walk, iterations: int, **options: Any) -> float:
     start = torch.ones(1, env.num_envs, dtype=torch.bool)
     with torch.no_grad():
         obs = learner._observation_scale()(env.show(0))
-        (found,) = learner.agent(obs.unsqueeze(0), learner.agent.initial_state(env.num_envs), start).critics
-    head = learner.agent.each_critic()[0].distribution
+        (found,) = learner.policy(obs.unsqueeze(0), learner.policy.initial_state(env.num_envs), start).critics
+    head = learner.policy.each_critic()[0].distribution
     assert head is not None
     assert found.distribution is not None
     quantiles = learner.return_moments.denormalise(head.quantiles(found.distribution, 32))

@@ -167,9 +167,9 @@ def learned_cvar(steps: int, iterations: int, num_envs: int = 512, **options: An
     learner = DistributionalPPO(env, **(settings | options))
     learner.learn(iterations * DEFAULT.n_steps * num_envs)
     with torch.no_grad():
-        state = learner.agent.initial_state(num_envs)
-        (found,) = learner.agent(env.show(0).unsqueeze(0), state, torch.ones(1, num_envs, dtype=torch.bool)).critics
-    head = learner.agent.each_critic()[0].distribution
+        state = learner.policy.initial_state(num_envs)
+        (found,) = learner.policy(env.show(0).unsqueeze(0), state, torch.ones(1, num_envs, dtype=torch.bool)).critics
+    head = learner.policy.each_critic()[0].distribution
     assert head is not None
     assert found.distribution is not None
     quantiles = learner.return_moments.denormalise(head.quantiles(found.distribution, DEFAULT.network.quantiles))

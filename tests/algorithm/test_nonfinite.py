@@ -14,7 +14,7 @@ from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.algorithm.update import Batch
 from tailguard.envs.tasks import BetsEnv
 from tailguard.errors import TailguardError
-from tailguard.models.agent import ActorCritic, AgentOutput
+from tailguard.models.policy import ActorCritic, PolicyOutput
 from tailguard.risk import RiskConfig
 
 
@@ -35,13 +35,13 @@ class BadGradient:
     def prepare(self, rollout: Any, estimates: Any, batch: Batch, progress: float) -> Batch:  # noqa: ARG002
         return batch
 
-    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:  # noqa: ARG002
+    def loss(self, agent: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:  # noqa: ARG002
         weight = agent.action_head.linear.weight
         return (0.0 * weight.sum()).sqrt() * torch.ones_like(batch.log_probs)
 
 
 def weights(learner: Any) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in learner.agent.parameters()]
+    return [parameter.detach().clone() for parameter in learner.policy.parameters()]
 
 
 @pytest.mark.parametrize("memory", ["separate", "none"])
@@ -61,25 +61,25 @@ def test_a_minibatch_that_is_not_finite_is_left_out_and_counted(make_learner: An
     """Three minibatches an epoch, two epochs: the one that holds the NaN is skipped in each, the others are learned."""
     learner = make_learner(memory=memory, on_nonfinite="skip", extensions=(tamper(spoil_log_prob(7, 4)),))
     before = weights(learner)
-    figures = learner.iterate()
-    assert figures["warn/skipped_nonfinite"] == 2
-    assert figures["train/n_updates"] == 4
+    metrics = learner.iterate()
+    assert metrics["warn/skipped_nonfinite"] == 2
+    assert metrics["train/n_updates"] == 4
     after = weights(learner)
     assert all(weight.isfinite().all() for weight in after)
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    learner.extensions = ()
+    learner.extensions = learner.updates.extensions = ()
     assert learner.iterate()["warn/skipped_nonfinite"] == 2
 
 
 def test_where_every_minibatch_is_skipped_no_weight_moves(make_learner: Any, tamper: Any) -> None:
     learner = make_learner(minibatch_size=72, on_nonfinite="skip", extensions=(tamper(spoil_log_prob(0, 0)),))
     learner.return_moments.update(torch.tensor([-1.0, 1.0]))
-    before = [parameter.detach().clone() for parameter in learner.agent.action_head.parameters()]
-    figures = learner.iterate()
-    assert figures["train/n_updates"] == 0
-    assert figures["warn/skipped_nonfinite"] == 2
-    assert all(torch.equal(old, new) for old, new in zip(before, learner.agent.action_head.parameters(), strict=True))
-    assert not learner.optimizer.state.get(learner.agent.action_head.linear.weight)
+    before = [parameter.detach().clone() for parameter in learner.policy.action_head.parameters()]
+    metrics = learner.iterate()
+    assert metrics["train/n_updates"] == 0
+    assert metrics["warn/skipped_nonfinite"] == 2
+    assert all(torch.equal(old, new) for old, new in zip(before, learner.policy.action_head.parameters(), strict=True))
+    assert not learner.optimizer.state.get(learner.policy.action_head.linear.weight)
 
 
 def test_where_every_minibatch_is_skipped_the_kl_penalty_stands_still(make_learner: Any, tamper: Any) -> None:
@@ -101,9 +101,9 @@ def test_a_nan_gradient_under_a_finite_loss_is_caught(make_learner: Any) -> None
         learner.iterate()
     learner = make_learner(extensions=(BadGradient(),), on_nonfinite="skip")
     before = weights(learner)
-    figures = learner.iterate()
-    assert figures["warn/skipped_nonfinite"] == 6
-    actor = learner.agent.action_head.linear.weight
+    metrics = learner.iterate()
+    assert metrics["warn/skipped_nonfinite"] == 6
+    actor = learner.policy.action_head.linear.weight
     assert any(torch.equal(actor, old) for old in before)
 
 
@@ -148,9 +148,9 @@ def test_such_a_rollout_is_left_out_and_counted(make_learner: Any, scripted_env:
     learner.iterate()
     before = weights(learner)
     statistics = learner.observation_moments.state_dict(), learner.return_moments.state_dict()
-    figures = learner.iterate()
-    assert figures["warn/skipped_nonfinite"] == 1
-    assert "train/n_updates" not in figures
+    metrics = learner.iterate()
+    assert metrics["warn/skipped_nonfinite"] == 1
+    assert "train/n_updates" not in metrics
     assert all(torch.equal(old, new) for old, new in zip(before, weights(learner), strict=True))
     now = learner.observation_moments.state_dict(), learner.return_moments.state_dict()
     for old, new in zip(statistics, now, strict=True):
@@ -159,8 +159,8 @@ def test_such_a_rollout_is_left_out_and_counted(make_learner: Any, scripted_env:
     # The next rollout is learned from again; a memory that has read a NaN is gone with its episode.
     env.obs[29, 3], env.reward[29, 3], env.last_obs[29, 3] = 0.0, 0.0, 0.0
     for _ in range(4):
-        figures = learner.iterate()
-    assert figures["train/n_updates"] == 6
+        metrics = learner.iterate()
+    assert metrics["train/n_updates"] == 6
     assert all(weight.isfinite().all() for weight in weights(learner))
 
 
@@ -169,9 +169,9 @@ def test_the_last_observation_of_a_terminated_episode_may_be_anything(make_learn
     env.last_obs[env.terminated] = math.nan
     learner = make_learner(env)
     for _ in range(4):
-        figures = learner.iterate()
+        metrics = learner.iterate()
     assert env.terminated[:48].any()
-    assert math.isfinite(figures["train/loss"])
+    assert math.isfinite(metrics["train/loss"])
 
 
 def test_a_first_observation_that_is_not_finite_does_not_enter_the_statistics(
@@ -207,10 +207,10 @@ def test_learning_goes_on_after_one_bad_observation(
         env, memory=memory, runtime=runtime, on_nonfinite="skip", normalise_observations=normalise, twin_critics=True
     )
     with torch.compiler.set_stance("force_eager"):
-        figures = [learner.iterate() for _ in range(14)]
-    assert [row for row, found in enumerate(figures) if "train/n_updates" not in found] == [8]  # rows 96 to 107
-    assert all(found["train/n_updates"] > 0 for row, found in enumerate(figures) if row != 8)
-    assert figures[-1]["warn/skipped_nonfinite"] == 1
+        metrics = [learner.iterate() for _ in range(14)]
+    assert [row for row, found in enumerate(metrics) if "train/n_updates" not in found] == [8]  # rows 96 to 107
+    assert all(found["train/n_updates"] > 0 for row, found in enumerate(metrics) if row != 8)
+    assert metrics[-1]["warn/skipped_nonfinite"] == 1
     assert all(weight.isfinite().all() for weight in weights(learner))
     for moments in (learner.observation_moments, learner.return_moments):
         assert all(value.isfinite().all() for value in moments.state_dict().values())
@@ -232,11 +232,11 @@ def test_a_memory_that_is_not_finite_is_cleared_for_its_environment_and_counted(
 ) -> None:
     learner = make_learner(scripted_env(end_probability=0.0), on_nonfinite="skip")
     assert learner.iterate()["data/memory_resets"] == 0
-    before = [[part.clone() for part in memory] for memory in learner.state.carry.state]
-    learner.state.carry.state[trunk][1][0, 2, 4] = math.nan
-    figures = learner.iterate()
-    assert figures["data/memory_resets"] == 1
-    assert figures["train/n_updates"] > 0
+    before = [[part.clone() for part in memory] for memory in learner.state.rollout_state.state]
+    learner.state.rollout_state.state[trunk][1][0, 2, 4] = math.nan
+    metrics = learner.iterate()
+    assert metrics["data/memory_resets"] == 1
+    assert metrics["train/n_updates"] > 0
     start = learner.snapshot.rollout.start_state
     for number, parts in enumerate(start):
         for part, old in zip(parts, before[number], strict=True):
@@ -252,7 +252,7 @@ def test_estimates_that_are_not_finite_move_neither_statistics_nor_heads(
     """A critic whose weights overflow says NaN of observations that are fine."""
     learner = make_learner(scripted_env(), on_nonfinite=on_nonfinite)
     learner.iterate()
-    critic = learner.agent.each_critic()[0]
+    critic = learner.policy.each_critic()[0]
     with torch.no_grad():
         critic.value.layer.bias.fill_(math.nan)
     statistics = learner.return_moments.state_dict()
@@ -261,17 +261,17 @@ def test_estimates_that_are_not_finite_move_neither_statistics_nor_heads(
         with pytest.raises(NonFiniteError, match="step 72: the value target of environment 0 is nan at row 0"):
             learner.iterate()
     else:
-        figures = learner.iterate()
-        assert figures["warn/skipped_nonfinite"] == 1
-        assert "train/n_updates" not in figures
+        metrics = learner.iterate()
+        assert metrics["warn/skipped_nonfinite"] == 1
+        assert "train/n_updates" not in metrics
     assert all(torch.equal(value, statistics[name]) for name, value in learner.return_moments.state_dict().items())
     assert torch.equal(critic.distribution.layer.weight, head)
 
 
 def test_a_measured_outcome_that_is_not_finite_counts_as_a_bad_input(make_learner: Any) -> None:
     class Glitch(BetsEnv):
-        def transition(self, before: Any, action: Tensor, chance: Tensor) -> Any:
-            after, found = super().transition(before, action, chance)
+        def transition(self, before: Any, action: Tensor, noise: Tensor) -> Any:
+            after, found = super().transition(before, action, noise)
             pnl = found.outcome["pnl"].clone()
             pnl[1] = math.nan
             return after, replace(found, outcome={"pnl": pnl})

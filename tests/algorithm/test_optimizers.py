@@ -19,12 +19,12 @@ ONE_STEP = {"minibatch_size": 1000, "epochs": 1, "learning_rate": 0.01}
 
 
 def weights(learner: Any) -> Tensor:
-    return torch.cat([parameter.detach().flatten().clone() for parameter in learner.agent.parameters()])
+    return torch.cat([parameter.detach().flatten().clone() for parameter in learner.policy.parameters()])
 
 
 def take_step(learner: Any) -> None:
     """One optimiser step with the gradient at hand."""
-    learner.updates.step(torch.nn.utils.get_total_norm([parameter.grad for parameter in learner.agent.parameters()]))
+    learner.updates.step(torch.nn.utils.get_total_norm([parameter.grad for parameter in learner.policy.parameters()]))
 
 
 def moved(learner: Any) -> Tensor:
@@ -37,7 +37,7 @@ def moved(learner: Any) -> Tensor:
 def with_gradients(learner: Any, seed: int = 0) -> Any:
     """The learner with a known gradient: unit normal noise, the same for every optimiser."""
     draw = torch.Generator().manual_seed(seed)
-    for parameter in learner.agent.parameters():
+    for parameter in learner.policy.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=draw)
     return learner
 
@@ -92,16 +92,16 @@ def test_the_scaler_shortens_the_step_by_its_factor(make_learner: Any, kind: str
         if number < 3:
             # The same place again: only the optimisers' memories go on.
             for learner in (plain, scaled):
-                kept = {name: value.clone() for name, value in learner.agent.state_dict().items()}
+                kept = {name: value.clone() for name, value in learner.policy.state_dict().items()}
                 take_step(learner)
-                learner.agent.load_state_dict(kept)
+                learner.policy.load_state_dict(kept)
     whole, short = moved(plain), moved(scaled)
     factor = scaled.scaler.get_scaling_factor()
     assert 0.25 <= float(factor.min()) < 0.6
     if granularity == "global":
         torch.testing.assert_close(short, float(factor) * whole, rtol=2e-3, atol=2e-6)
     else:
-        sizes = [parameter.numel() for parameter in scaled.agent.parameters()]
+        sizes = [parameter.numel() for parameter in scaled.policy.parameters()]
         spread = torch.repeat_interleave(factor.float(), torch.tensor(sizes))
         torch.testing.assert_close(short, spread * whole, rtol=2e-3, atol=2e-6)
 
@@ -154,10 +154,10 @@ def test_a_saved_learner_goes_on_exactly(make_learner: Any, kind: str, vgs: bool
 def test_loaded_moments_are_not_shared_with_their_giver(make_learner: Any) -> None:
     giver, taker = make_learner(), make_learner(seed=1)
     giver.iterate()
-    OptimizerState(taker.agent, taker.optimizer).load_state_dict(
-        OptimizerState(giver.agent, giver.optimizer).state_dict()
+    OptimizerState(taker.policy, taker.optimizer).load_state_dict(
+        OptimizerState(giver.policy, giver.optimizer).state_dict()
     )
-    parameter = giver.agent.action_head.linear.weight
+    parameter = giver.policy.action_head.linear.weight
     kept = giver.optimizer.state[parameter]["exp_avg"].clone()
     taker.iterate()
     assert torch.equal(giver.optimizer.state[parameter]["exp_avg"], kept)
@@ -166,9 +166,9 @@ def test_loaded_moments_are_not_shared_with_their_giver(make_learner: Any) -> No
 def test_moments_of_another_network_are_refused(make_learner: Any) -> None:
     giver, taker = make_learner(lstm_size=4), make_learner(lstm_size=5)
     giver.iterate()
-    state = OptimizerState(giver.agent, giver.optimizer).state_dict()
+    state = OptimizerState(giver.policy, giver.optimizer).state_dict()
     with pytest.raises(ConfigError, match=r"has shape .* where .* is needed"):
-        OptimizerState(taker.agent, taker.optimizer).load_state_dict(state)
+        OptimizerState(taker.policy, taker.optimizer).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_settings_that_contradict_each_other_are_refused(make_learner: Any, opti
 def test_a_move_of_the_return_scale_carries_the_variances_along(make_learner: Any) -> None:
     """PopArt divides a head's gradients by s: noise and signal go by 1/s², their ratio stays."""
     learner = make_learner(vgs=VGSConfig(enabled=True, warmup_steps=1), critic="scalar")
-    head = learner.agent.each_critic()[0].value.layer.weight
+    head = learner.policy.each_critic()[0].value.layer.weight
     for step in range(3):
         with_gradients(learner, step)
         learner.scaler.update_statistics()
@@ -203,7 +203,7 @@ def test_a_move_of_the_return_scale_carries_the_variances_along(make_learner: An
     for step in range(4):
         for one in (learner, twin) if step == 3 else (twin,):
             with_gradients(one, step)
-            parameter = one.agent.each_critic()[0].value.layer.weight
+            parameter = one.policy.each_critic()[0].value.layer.weight
             parameter.grad.mul_(0.1)
             one.scaler.update_statistics()
     found, expected = (one.scaler.get_normalized_variance().per_tensor[index] for one in (learner, twin))

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import tailguard as tg
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import first_returns, look
+from tailguard.algorithm.estimate import evaluate_critics, first_returns
 from tailguard.algorithm.nonfinite import NonFiniteError
-from tailguard.algorithm.pathwise import PathwiseLearner, detached, discounts
+from tailguard.algorithm.pathwise import PathwiseLearner, discounts
 from tailguard.algorithm.rollout import act_and_step, collect
+from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.saving import capture, restore
 from tailguard.algorithm.update import critic_minibatch_loss
 from tailguard.data.panel import Panel
@@ -45,15 +46,15 @@ def make(bars: Any, risk: tg.RiskConfig | None = None, env: dict[str, Any] | Non
 
 def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
     """A window as the learner sees it, before anything has moved: traced rollout, views, scaled successors, noise."""
-    learner.state.carry = learner._begin()
-    start, env_state = learner.state.carry, learner.env.state  # type: ignore[attr-defined]
+    learner.state.rollout_state = learner._begin()
+    start, env_state = learner.state.rollout_state, learner.env.state  # type: ignore[attr-defined]
     noise = learner._noise()
-    traced = learner._collect(noise)
-    learner.state.carry, learner.env.state = start, env_state  # type: ignore[attr-defined]
+    traced = learner._collect(noise=noise)
+    learner.state.rollout_state, learner.env.state = start, env_state  # type: ignore[attr-defined]
     rollout = detached(traced)
     learner.return_moments.update(first_returns(rollout, learner.config.gamma), rollout.valid)
     final_obs = rollout.scale(rollout.final_obs).requires_grad_()
-    views, _ = look(learner.agent, rollout, learner.return_moments, learner.config.estimates, final_obs)
+    views, _ = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates, final_obs)
     return traced, views, final_obs, noise
 
 
@@ -63,13 +64,13 @@ def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
 @torch.no_grad()
 def replayed(learner: PathwiseLearner, worth: Any) -> float:
     """The objective of the window that starts where the learner stands, without gradients, in the same market."""
-    env, carry = learner.env, learner.state.carry
+    env, rollout_state = learner.env, learner.state.rollout_state
     assert isinstance(env, tg.TradingEnv)
-    assert carry is not None
+    assert rollout_state is not None
     kept, stream = env.state, env.generator.get_state()
     noise = torch.zeros(learner.config.n_steps, env.num_envs, 1)
     rollout, _ = collect(
-        learner.agent, env, carry, learner._observation_scale(), learner.config.n_steps, learner.generator,
+        learner.policy, env, rollout_state, learner._observation_scale(), learner.config.n_steps, learner.generator,
         act_and_step, noise=noise,
     )  # fmt: skip
     env.state = kept
@@ -87,19 +88,19 @@ def test_the_policys_gradient_is_that_of_finite_differences(bars: tg.Bars, n_ste
     """With respect to the last layer's bias and to a recurrent weight, through costs, positions, account and memory."""
     learner = make(bars, n_steps=n_steps, critic_epochs=0, env={"num_envs": 64, "dtype": torch.float64})
     torch.manual_seed(1)
-    for parameter in learner.agent.trunks[0].parameters():
+    for parameter in learner.policy.trunks[0].parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
-    learner.agent.action_head.linear.weight.data += 0.3 * torch.randn_like(learner.agent.action_head.linear.weight)
-    learner.agent.action_head.linear.bias.data.fill_(0.4)
-    learner.state.carry = learner._begin()
+    learner.policy.action_head.linear.weight.data += 0.3 * torch.randn_like(learner.policy.action_head.linear.weight)
+    learner.policy.action_head.linear.bias.data.fill_(0.4)
+    learner.state.rollout_state = learner._begin()
     env_state, stream = learner.env.state, learner.env.generator.get_state()
-    traced = learner._collect(learner._noise())
+    traced = learner._collect(noise=learner._noise())
     learner.env.generator.set_state(stream)
-    learner.env.state, learner.state.carry = env_state, learner._begin()
+    learner.env.state, learner.state.rollout_state = env_state, learner._begin()
     learner.env.generator.set_state(stream)
     learner.env.state = env_state
     objective, _ = learner._objective(traced, (), torch.zeros(0))
-    bias, recurrent = learner.agent.action_head.linear.bias, learner.agent.trunks[0].memory.cells[0].weight_hh
+    bias, recurrent = learner.policy.action_head.linear.bias, learner.policy.trunks[0].memory.cells[0].weight_hh
     for parameter, index in ((bias, (0,)), (recurrent, (7, 2))):
         (found,) = torch.autograd.grad(objective, parameter, retain_graph=True)
         step, sides = 2e-3, []
@@ -119,7 +120,7 @@ def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(
     """A linear critic of our own making: V = 3·(scaled weight) − 2·(scaled P&L). Its slope must be in the gradient,
     discounted by the length of the window, and nothing of it in the critic's."""
     learner = make(bars, n_steps=4, memory="none", hidden=(), critic="scalar", env={"num_envs": 32})
-    head = learner.agent.critics[0].value.layer
+    head = learner.policy.critics[0].value.layer
     names = learner.env.task.observation_names
     head.weight.data.zero_()
     head.bias.data.fill_(0.5)
@@ -129,15 +130,17 @@ def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(
     traced, views, final_obs, _ = window(learner)
     learner.return_moments.mean.fill_(0.0)
     learner.return_moments.std.fill_(1.0)
-    views, _ = look(learner.agent, detached(traced), learner.return_moments, learner.config.estimates, final_obs)
-    objective, figures = learner._objective(traced, views, final_obs)
+    views, _ = evaluate_critics(
+        learner.policy, detached(traced), learner.return_moments, learner.config.estimates, final_obs
+    )
+    objective, metrics = learner._objective(traced, views, final_obs)
     scale = learner._observation_scale()
-    bias = learner.agent.action_head.linear.bias
+    bias = learner.policy.action_head.linear.bias
     earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
     last = scale(traced.final_obs[-1])
     value = 3.0 * last[:, names.index("weight")] - 2.0 * last[:, names.index("pnl")] + 0.5
     expected = earned + 0.99**4 * value.mean()
-    assert float(figures["pathwise/earned"] + figures["pathwise/to_come"]) == pytest.approx(
+    assert float(metrics["pathwise/earned"] + metrics["pathwise/to_come"]) == pytest.approx(
         float(expected.detach()), rel=1e-5
     )
     (wanted,) = torch.autograd.grad(expected, bias, retain_graph=True)
@@ -145,7 +148,7 @@ def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(
     (found,) = torch.autograd.grad(objective, bias, retain_graph=True)
     assert float(found) == pytest.approx(float(wanted), rel=1e-4)
     assert abs(float(wanted) - float(without)) > 0.1 * abs(float(wanted))
-    reached = torch.autograd.grad(objective, list(learner.agent.critics.parameters()), allow_unused=True)
+    reached = torch.autograd.grad(objective, list(learner.policy.critics.parameters()), allow_unused=True)
     assert all(gradient is None for gradient in reached)
 
 
@@ -158,9 +161,9 @@ def test_discounts_begin_anew_with_each_episode() -> None:
 def test_no_reward_reaches_an_action_of_the_episode_before(bars: tg.Bars) -> None:
     """Episodes of 4 bars in a window of 8: what is earned after the end has no slope in the actions before it."""
     learner = make(bars, critic_epochs=0, env={"episode_length": 4, "stagger": None})
-    learner.state.carry = learner._begin()
+    learner.state.rollout_state = learner._begin()
     noise = learner._noise()
-    traced = learner._collect(noise)
+    traced = learner._collect(noise=noise)
     assert traced.ended[3].all()
     (slopes,) = torch.autograd.grad(traced.rewards[4:].sum(), noise)
     assert (slopes[:4] == 0).all()
@@ -171,7 +174,7 @@ def test_no_reward_reaches_an_action_of_the_episode_before(bars: tg.Bars) -> Non
 
 
 def groups_of(learner: PathwiseLearner) -> dict[str, list[Tensor]]:
-    agent = learner.agent
+    agent = learner.policy
     found = {f"trunk {index}": list(trunk.parameters()) for index, trunk in enumerate(agent.each_trunk())}
     found["mean"] = list(agent.action_head.linear.parameters())
     found["deviation"] = [agent.action_head.free_log_std]  # type: ignore[list-item]
@@ -200,7 +203,7 @@ def test_every_term_reaches_exactly_its_parts(bars: tg.Bars, memory: str, critic
     traced, views, final_obs, _ = window(learner)
     earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
     assert learner.risk is not None
-    cost = learner.risk.costs(traced)[0].sum(0).mean()
+    cost = learner.risk.costs(traced).sum(0).mean()
     objective, _ = learner._objective(traced, views, final_obs)
     policy = {"trunk 0", "mean"}
     assert reached(learner, earned) == policy
@@ -209,7 +212,7 @@ def test_every_term_reaches_exactly_its_parts(bars: tg.Bars, memory: str, critic
     learner.iterate()
     batch = learner._learn_policy().prepared.batch
     batch = batch if memory != "none" else batch.rows_as_sequences()
-    found = critic_minibatch_loss(learner.agent, batch, learner.config, batch.weights.sum())
+    found = critic_minibatch_loss(learner.policy, batch, learner.config, batch.weights.sum())
     trunk = "trunk 0" if memory == "shared" else "trunk 1"
     for term in found.terms.values():
         assert reached(learner, term) == {trunk, "critic 0", "critic 1"}
@@ -220,14 +223,14 @@ def test_without_critics_nothing_depends_on_them(bars: tg.Bars) -> None:
     """Critics that say NaN change neither a weight nor a figure, and no figure speaks of them."""
     budget = tg.RiskConfig(limit=-0.01, alpha=0.5, window=40)
     sane, broken = (make(bars, risk=budget, critic_epochs=0) for _ in range(2))
-    spoilt = [*broken.agent.trunks[1].parameters(), *broken.agent.critics.parameters()]
+    spoilt = [*broken.policy.trunks[1].parameters(), *broken.policy.critics.parameters()]
     for parameter in spoilt:
         parameter.data.fill_(torch.nan)
     for _ in range(6):
-        expected, figures = sane.iterate(), broken.iterate()
-        assert figures == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-    for name, parameter in sane.agent.trunks[0].named_parameters():
-        assert torch.equal(broken.agent.trunks[0].get_parameter(name), parameter), name
+        expected, metrics = sane.iterate(), broken.iterate()
+        assert metrics == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+    for name, parameter in sane.policy.trunks[0].named_parameters():
+        assert torch.equal(broken.policy.trunks[0].get_parameter(name), parameter), name
     assert not {"risk/calibration", "risk/tail_share", "critic/return_p50", "critic/quantile_crossing"} & set(expected)
     # The return's scale is that of λ-returns in which no state has a value.
     rewards, ended = sane.snapshot.rollout.rewards.double(), sane.snapshot.rollout.ended
@@ -240,11 +243,11 @@ def test_without_critics_nothing_depends_on_them(bars: tg.Bars) -> None:
 def test_noise_and_entropy_reach_the_deviation_only_where_the_policy_is_stochastic(bars: tg.Bars) -> None:
     def gradients(stochastic: bool) -> tuple[Tensor, Tensor]:
         learner = make(bars, stochastic=stochastic, critic_epochs=0)
-        learner.state.carry = learner._begin()
-        traced, head = learner._collect(learner._noise()), learner.agent.action_head
+        learner.state.rollout_state = learner._begin()
+        traced, head = learner._collect(noise=learner._noise()), learner.policy.action_head
         of_rewards, of_entropy = (
             torch.autograd.grad(term, head.free_log_std, retain_graph=True)[0]
-            for term in (traced.rewards.sum(), head.entropy(traced.parameters).sum())
+            for term in (traced.rewards.sum(), head.entropy(traced.dist_params).sum())
         )
         return of_rewards, of_entropy
 
@@ -255,9 +258,9 @@ def test_noise_and_entropy_reach_the_deviation_only_where_the_policy_is_stochast
 def test_a_deterministic_policys_window_is_the_one_that_predict_would_trade(bars: tg.Bars) -> None:
     learner = make(bars)
     learner.iterate()
-    learner.state.carry = learner._begin()
-    obs, env_state = learner.state.carry.obs, learner.env.state
-    traced = detached(learner._collect(learner._noise()))
+    learner.state.rollout_state = learner._begin()
+    obs, env_state = learner.state.rollout_state.obs, learner.env.state
+    traced = detached(learner._collect(noise=learner._noise()))
     actions, _ = learner.predict(obs.numpy(), episode_start=np.ones(16, bool), deterministic=True)
     target, _ = learner.env.task.decide(torch.as_tensor(actions), env_state)
     state, _ = learner.env.task.advance(env_state, target)
@@ -275,16 +278,16 @@ def test_whole_episodes_have_the_tails_exact_gradient() -> None:
         hidden=(), critic="scalar", normalise_observations=False,
     )  # fmt: skip
     learner.iterate()  # ν must be that of the present weight
-    learner.agent.action_head.linear.weight.data.zero_()
-    learner.agent.action_head.linear.bias.data.fill_(-0.1)
-    learner.agent.requires_grad_()
+    learner.policy.action_head.linear.weight.data.zero_()
+    learner.policy.action_head.linear.bias.data.fill_(-0.1)
+    learner.policy.requires_grad_()
     for _ in range(2):
-        learner.state.carry = learner._begin()
-        traced = learner._collect(learner._noise())
+        learner.state.rollout_state = learner._begin()
+        traced = learner._collect(noise=learner._noise())
         assert learner.risk is not None
-        costs, _ = learner.risk.costs(traced)
+        costs = learner.risk.costs(traced)
     slope_of_weight = 3.0 * (1 - np.tanh(-0.1) ** 2)  # the box is −1 to 5
-    (found,) = torch.autograd.grad(costs.sum(0).mean(), learner.agent.action_head.linear.bias)
+    (found,) = torch.autograd.grad(costs.sum(0).mean(), learner.policy.action_head.linear.bias)
     # The cost is (L − ν)₊/α in units of the limit, 1 here. ES = ν + E[(L − ν)₊]/α is flat in ν at the VaR, so its slope
     # in w is that of the cost.
     assert float(found) / slope_of_weight == pytest.approx(0.36254, rel=0.03)
@@ -321,7 +324,7 @@ def test_a_budget_changes_the_step_and_a_kept_one_does_not(bars: tg.Bars, measur
         learner = make(bars, risk, env={"num_envs": 32})
         for _ in range(8):
             learner.iterate()
-        return learner.agent.state_dict()
+        return learner.policy.state_dict()
 
     free = weights(None)
     loose = weights(tg.RiskConfig(limit=-0.99, alpha=0.5, window=40, measure=measure))
@@ -416,9 +419,9 @@ def test_one_learner_goes_on_from_the_other(bars: tg.Bars, tmp_path: Path, first
     np.testing.assert_array_equal(
         learner.predict(obs, deterministic=True)[0], other.predict(obs, deterministic=True)[0]
     )
-    before = {name: value.clone() for name, value in other.agent.state_dict().items()}
+    before = {name: value.clone() for name, value in other.policy.state_dict().items()}
     other.learn(other.config.n_steps * 16)
-    assert any(not torch.equal(value, other.agent.state_dict()[name]) for name, value in before.items())
+    assert any(not torch.equal(value, other.policy.state_dict()[name]) for name, value in before.items())
 
 
 @pytest.mark.parametrize("risk", [None, BUDGET])
@@ -432,8 +435,8 @@ def test_a_captured_learner_goes_on_bit_by_bit(bars: tg.Bars, risk: tg.RiskConfi
     for _ in range(3):
         learner.iterate()
         other.iterate()
-    for name, value in learner.agent.state_dict().items():
-        assert torch.equal(value, other.agent.state_dict()[name]), name
+    for name, value in learner.policy.state_dict().items():
+        assert torch.equal(value, other.policy.state_dict()[name]), name
 
 
 def _copied(state: Any) -> Any:
@@ -447,7 +450,7 @@ def test_two_runs_of_one_seed_are_the_same_and_two_seeds_are_not(bars: tg.Bars) 
         learner = PathwiseLearner(make_env(bars), seed=seed, **SMALL)
         for _ in range(3):
             learner.iterate()
-        return learner.agent.action_head.linear.weight.detach()
+        return learner.policy.action_head.linear.weight.detach()
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -490,14 +493,14 @@ def test_a_window_that_is_not_finite_stops_the_run_or_is_left_out(bars: tg.Bars)
     for choice in ("stop", "skip"):
         learner = make(bars, on_nonfinite=choice)
         learner.iterate()
-        before = {name: value.clone() for name, value in learner.agent.state_dict().items()}
-        learner.agent.action_head.linear.bias.data.fill_(torch.nan)
+        before = {name: value.clone() for name, value in learner.policy.state_dict().items()}
+        learner.policy.action_head.linear.bias.data.fill_(torch.nan)
         if choice == "stop":
             with pytest.raises(NonFiniteError):
                 learner.iterate()
             continue
         learner.iterate()
-        learner.agent.load_state_dict(before)
+        learner.policy.load_state_dict(before)
         assert learner.state.skipped >= 1
 
 
@@ -516,7 +519,7 @@ def test_a_compiled_learner_takes_the_same_course(bars: tg.Bars) -> None:
         learner = make(bars, BUDGET, runtime=runtime, env={"num_envs": 32})
         for _ in range(iterations):
             learner.iterate()
-        return {name: value.clone() for name, value in learner.agent.state_dict().items()}
+        return {name: value.clone() for name, value in learner.policy.state_dict().items()}
 
     start, eager, compiled = weights("eager", 0), weights("eager", 5), weights("compile", 5)
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import collect
 from tailguard.algorithm.update import Batch, minibatch_loss
@@ -21,13 +20,14 @@ from tailguard.data.bars import Bars
 from tailguard.envs.tasks import RecallEnv
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.monitor.callbacks import EveryIteration
 
 
 def actor_weights(learner: DistributionalPPO) -> list[Tensor]:
     """Of the parameters that no change of the return's scale touches."""
     return [
         parameter.detach().clone()
-        for name, parameter in learner.agent.named_parameters()
+        for name, parameter in learner.policy.named_parameters()
         if name.startswith(("action_head", "trunks.0"))
     ]
 
@@ -109,8 +109,8 @@ def test_every_sequence_is_used_once_an_epoch(make_learner: Any, tamper: Any) ->
 def test_minibatches_are_never_less_than_a_sequence_nor_more_than_the_rollout(
     make_learner: Any, memory: str, size: int, updates: int
 ) -> None:
-    figures = make_learner(memory=memory, minibatch_size=size, epochs=1).iterate()
-    assert figures["train/n_updates"] == updates
+    metrics = make_learner(memory=memory, minibatch_size=size, epochs=1).iterate()
+    assert metrics["train/n_updates"] == updates
 
 
 # --- learn -----------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_the_figures_are_what_their_names_say(make_learner: Any, make_witness: A
     env = scripted_env(dead_rows=True, end_probability=0.3)
     learner = make_learner(env, twin_critics=True, extensions=(witness,))
     learner.learn(3 * 72)
-    figures, estimates, valid = learner.metrics, witness.estimates, witness.rollout.valid
+    metrics, estimates, valid = learner.metrics, witness.estimates, witness.rollout.valid
     returns, lengths = [], []
     total, length = np.zeros(6), np.zeros(6)
     for row in range(36):
@@ -158,20 +158,20 @@ def test_the_figures_are_what_their_names_say(make_learner: Any, make_witness: A
                 lengths.append(length[n])
             total[n] = length[n] = 0
     assert 20 < len(returns) < 100
-    assert figures["rollout/ep_rew_mean"] == pytest.approx(np.mean(returns), rel=1e-6)
-    assert figures["rollout/ep_len_mean"] == pytest.approx(np.mean(lengths), rel=1e-6)
+    assert metrics["rollout/ep_rew_mean"] == pytest.approx(np.mean(returns), rel=1e-6)
+    assert metrics["rollout/ep_len_mean"] == pytest.approx(np.mean(lengths), rel=1e-6)
     targets, values = estimates.value_targets[valid].double(), estimates.values[valid].double()
     explained = 1 - float((targets - values).var() / targets.var())
-    assert figures["train/explained_variance"] == pytest.approx(explained, rel=1e-4)
-    entropy = learner.agent.action_head.entropy(witness.rollout.parameters)[valid].mean()
-    assert figures["train/entropy"] == pytest.approx(float(entropy), rel=1e-5)
-    assert figures["time/total_timesteps"] == 216
-    assert figures["time/iterations"] == 3
-    assert figures["train/n_updates"] == 6
-    assert figures["warn/skipped_nonfinite"] == figures["warn/constant_advantages"] == 0
+    assert metrics["train/explained_variance"] == pytest.approx(explained, rel=1e-4)
+    entropy = learner.policy.action_head.entropy(witness.rollout.dist_params)[valid].mean()
+    assert metrics["train/entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    assert metrics["time/total_timesteps"] == 216
+    assert metrics["time/iterations"] == 3
+    assert metrics["train/n_updates"] == 6
+    assert metrics["warn/skipped_nonfinite"] == metrics["warn/constant_advantages"] == 0
     for name in ("approx_kl", "clip_fraction", "policy_gradient_loss", "value_loss", "loss", "learning_rate"):
-        assert math.isfinite(figures[f"train/{name}"]), name
-    assert figures["time/fps"] > 0
+        assert math.isfinite(metrics[f"train/{name}"]), name
+    assert metrics["time/fps"] > 0
 
 
 # --- hyper-parameters that move --------------------------------------------------------------------------------------
@@ -210,9 +210,9 @@ def test_the_clip_range_schedule_reaches_the_surrogate(make_learner: Any, make_w
     witness = make_witness()
     learner = make_learner(clip_range="linear:0.4:0", learning_rate=0.05, extensions=(witness,))
     assert series(learner, "train/clip_range", 4) == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    loss = minibatch_loss(learner.agent, witness.batch, learner.set_hyper(), learner.config)
+    loss = minibatch_loss(learner.policy, witness.batch, learner.set_hyper(), learner.config)
     outside = ((loss.log_ratio.exp() - 1).abs() > 0.1).float().mean()
-    assert float(loss.figures["train/clip_fraction"]) == pytest.approx(float(outside))
+    assert float(loss.metrics["train/clip_fraction"]) == pytest.approx(float(outside))
     assert float(outside) > 0.1
 
 
@@ -236,7 +236,7 @@ def test_the_entropy_bonus_widens_the_policy(make_learner: Any, scripted_env: An
     env.reward[:] = 0.0
     learner = make_learner(env, entropy_coef=1.0, learning_rate=0.02)
     with torch.no_grad():
-        learner.agent.action_head.linear.bias[:] = torch.tensor([2.0, 0.0, -2.0, 1.5, -1.5])
+        learner.policy.action_head.linear.bias[:] = torch.tensor([2.0, 0.0, -2.0, 1.5, -1.5])
     entropy = series(learner, "train/entropy", 12)
     assert entropy[0] < 0.85
     assert entropy[-1] > 0.95 * (math.log(3) + math.log(2))
@@ -246,12 +246,12 @@ def test_the_entropy_bonus_widens_the_policy(make_learner: Any, scripted_env: An
 def test_a_tiny_kl_target_stops_after_one_update(make_learner: Any, limit: dict[str, float]) -> None:
     """The first minibatch has a KL of 0, the second is already too far away."""
     learner = make_learner(epochs=5, **limit)
-    figures = learner.iterate()
-    assert figures["train/n_updates"] == 1
-    assert figures["train/early_stop"] == 1
+    metrics = learner.iterate()
+    assert metrics["train/n_updates"] == 1
+    assert metrics["train/early_stop"] == 1
     generous = make_learner(epochs=5, **dict.fromkeys(limit, 1e9))
-    figures = generous.iterate()
-    assert (figures["train/n_updates"], figures["train/early_stop"]) == (15, 0)
+    metrics = generous.iterate()
+    assert (metrics["train/n_updates"], metrics["train/early_stop"]) == (15, 0)
 
 
 def test_the_kl_stays_near_its_target(make_learner: Any) -> None:
@@ -289,15 +289,15 @@ def test_the_gradient_is_clipped_to_its_norm_or_not_at_all(make_learner: Any, ma
     learner.iterate()
     hyper, everything = learner.set_hyper(), torch.arange(6)
     learner.optimizer.zero_grad()
-    minibatch_loss(learner.agent, witness.batch, hyper, learner.config).total.backward()  # type: ignore[no-untyped-call]
-    free = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
-    figures = learner.updates.accumulate(witness.batch, everything, True)
+    minibatch_loss(learner.policy, witness.batch, hyper, learner.config).total.backward()  # type: ignore[no-untyped-call]
+    free = torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()])
+    metrics = learner.updates.accumulate(witness.batch, everything, True)
     norm = float(free.double().square().sum().sqrt())
     assert norm > 1
-    assert float(figures["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
-    assert float(figures["train/grad_norm_clipped"]) == pytest.approx(limit if limit > 0 else norm, rel=1e-5)
-    learner.updates.step(figures["train/grad_norm"])
-    clipped = torch.cat([parameter.grad.flatten() for parameter in learner.agent.parameters()])
+    assert float(metrics["train/grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert float(metrics["train/grad_norm_clipped"]) == pytest.approx(limit if limit > 0 else norm, rel=1e-5)
+    learner.updates.step(metrics["train/grad_norm"])
+    clipped = torch.cat([parameter.grad.flatten() for parameter in learner.policy.parameters()])
     torch.testing.assert_close(clipped, free * (limit / norm if limit > 0 else 1.0), atol=1e-7, rtol=1e-4)
 
 
@@ -305,9 +305,10 @@ def test_weight_decay_is_decoupled(make_learner: Any) -> None:
     """At a gradient of 0 a weight shrinks by rate · decay a step; 6 steps an iteration."""
     learner = make_learner(optimizer="adamw", weight_decay=0.1, learning_rate=0.01)
     with torch.no_grad():
-        learner.agent.action_head.linear.weight.zero_()  # so the actor's trunk gets no gradient at first
-        learner.agent.action_head.linear.bias.zero_()
+        learner.policy.action_head.linear.weight.zero_()  # so the actor's trunk gets no gradient at first
+        learner.policy.action_head.linear.bias.zero_()
     learner.config = dataclasses.replace(learner.config, normalise_advantages="off", minibatch_size=72, epochs=1)
+    learner.updates.config = learner.config
     before = actor_weights(learner)[0]
     learner.iterate()
     torch.testing.assert_close(actor_weights(learner)[0], before * (1 - 0.01 * 0.1), atol=1e-7, rtol=1e-6)
@@ -322,11 +323,11 @@ def test_predict_does_what_the_policy_did(make_learner: Any, scripted_env: Any) 
     learner = make_learner(env, lstm_layers=2, learning_rate=0.02)
     for _ in range(3):
         learner.iterate()
-    carry, scale = learner.state.carry, learner._observation_scale()
-    rollout, _ = collect(learner.agent, env, carry, scale, 12, learner.generator)
-    head = learner.agent.action_head
-    expected = head.to_env(head.mode(rollout.parameters)).detach().numpy()
-    state: Any = tuple(part.numpy() for part in carry.state[0])
+    rollout_state, scale = learner.state.rollout_state, learner._observation_scale()
+    rollout, _ = collect(learner.policy, env, rollout_state, scale, 12, learner.generator)
+    head = learner.policy.action_head
+    expected = head.to_env(head.mode(rollout.dist_params)).detach().numpy()
+    state: Any = tuple(part.numpy() for part in rollout_state.state[0])
     for t in range(12):
         given = rollout.obs[t].numpy(), state, rollout.episode_start[t].numpy()
         action, state = learner.predict(*given, deterministic=True)

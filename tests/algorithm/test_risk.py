@@ -11,11 +11,11 @@ from scipy.stats import norm, t
 from torch import Tensor
 
 import tailguard as tg
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.update import minibatch_loss
 from tailguard.envs.tasks import BetsEnv
 from tailguard.errors import ConfigError
+from tailguard.monitor.callbacks import EveryIteration
 from tailguard.risk import RiskConfig
 
 BUDGET = RiskConfig(limit=-0.02, alpha=0.5, window=40)
@@ -41,13 +41,13 @@ def make(bars: Any, risk: RiskConfig | None, **options: Any) -> DistributionalPP
 
 def gradients(learner: DistributionalPPO) -> dict[str, Tensor]:
     """Of all samples of the first rollout, which is the same for learners that start alike."""
-    learner.state.carry = learner._begin()
+    learner.state.rollout_state = learner._begin()
     batch = learner._prepare(learner._collect(), usable=True).batch
     assert batch is not None
-    found = minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config)
+    found = minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config)
     learner.optimizer.zero_grad(set_to_none=False)
     found.total.backward()  # type: ignore[no-untyped-call]
-    return {name: one.grad.clone() for name, one in learner.agent.named_parameters() if one.grad is not None}
+    return {name: one.grad.clone() for name, one in learner.policy.named_parameters() if one.grad is not None}
 
 
 # --- where the budget reaches ----------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ def test_a_budget_that_is_never_touched_changes_nothing(bars: Any) -> None:
         for _ in range(4):
             metrics = learner.iterate()
     assert metrics["risk/lambda"] == 0
-    for name, value in free.agent.state_dict().items():
-        assert torch.equal(value, bound.agent.state_dict()[name]), name
+    for name, value in free.policy.state_dict().items():
+        assert torch.equal(value, bound.policy.state_dict()[name]), name
     assert bound.risk is not None
     assert float(bound.risk.critic.network[-1].bias.detach().abs()) > 0  # type: ignore[operator, union-attr]
 
@@ -83,10 +83,10 @@ def test_a_budget_that_is_never_touched_changes_nothing(bars: Any) -> None:
 def test_the_cost_critic_is_no_part_of_the_agent(bars: Any) -> None:
     bound = make(bars, BUDGET)
     assert bound.risk is not None
-    mine = {id(parameter) for parameter in bound.agent.parameters()}
+    mine = {id(parameter) for parameter in bound.policy.parameters()}
     assert not mine & {id(parameter) for parameter in bound.risk.critic.parameters()}
     bound.iterate()
-    assert all(parameter.grad is None for parameter in bound.agent.parameters())
+    assert all(parameter.grad is None for parameter in bound.policy.parameters())
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_what_an_episode_costs_does_not_depend_on_how_it_is_spread(bars: Any) ->
     assert learner.risk is not None
     assert learner.snapshot is not None
     rollout, risk = learner.snapshot.rollout, learner.risk
-    costs = risk.costs(rollout)[0].double().numpy()
+    costs = risk.costs(rollout).double().numpy()
     at_start = float(risk._expected(torch.zeros(()), torch.tensor(32.0)))
     start, ended = rollout.episode_start.numpy(), rollout.ended.numpy()
     checked = 0
@@ -219,8 +219,8 @@ def test_a_saved_budget_goes_on_exactly(bars: Any, measure: Any) -> None:
     assert {name: metrics[0][name] for name in metrics[0] if name.startswith("risk/")} == {
         name: metrics[1][name] for name in metrics[1] if name.startswith("risk/")
     }
-    for name, value in original.agent.state_dict().items():
-        assert torch.equal(value, copy.agent.state_dict()[name]), name
+    for name, value in original.policy.state_dict().items():
+        assert torch.equal(value, copy.policy.state_dict()[name]), name
 
 
 def test_a_saved_agent_finds_its_budget_again(bars: Any, tmp_path: Any) -> None:

@@ -9,15 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.rollout import Carry, ObservationScale, collect
+from tailguard.algorithm.rollout import ObservationScale, RolloutState, collect
 from tailguard.envs.protocol import Step
 
 
 def test_rows_are_what_the_environment_said(make_learner: Any, scripted_env: Any) -> None:
     env = scripted_env(dead_rows=True)
     learner = make_learner(env)
-    rollout, carry = collect(learner.agent, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
-    following, after = collect(learner.agent, env, carry, learner._observation_scale(), 12, learner.generator)
+    rollout, rollout_state = collect(
+        learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator
+    )
+    following, after = collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator)
     obs = torch.cat((rollout.obs, following.obs))
     assert torch.equal(obs, env.obs[:24])
     assert torch.equal(torch.cat((rollout.rewards, following.rewards)), env.reward[:24])
@@ -39,8 +41,8 @@ def test_actions_come_from_the_stored_distribution_and_reach_the_environment(
 ) -> None:
     env = scripted_env()
     learner = make_learner(env)
-    rollout, _ = collect(learner.agent, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
-    mean, log_std = rollout.parameters.chunk(2, -1)
+    rollout, _ = collect(learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
+    mean, log_std = rollout.dist_params.chunk(2, -1)
     exact = torch.distributions.Normal(mean.double(), log_std.double().exp()).log_prob(rollout.actions.double()).sum(-1)
     torch.testing.assert_close(rollout.log_probs.double(), exact, atol=1e-5, rtol=1e-5)
     bounds = torch.tensor([1.0, 2.0])
@@ -56,9 +58,9 @@ def test_memory_is_cleared_for_finished_environments_only_and_stored_before_the_
     """The state stored with a segment, run over its rows by hand, gives the state stored with the next one."""
     env = scripted_env(end_probability=0.15)
     learner = make_learner(env, lstm_layers=layers)
-    agent, scale = learner.agent, learner._observation_scale()
-    first, carry = collect(agent, env, learner._begin(), scale, 12, learner.generator)
-    second, _ = collect(agent, env, carry, scale, 12, learner.generator)
+    agent, scale = learner.policy, learner._observation_scale()
+    first, rollout_state = collect(agent, env, learner._begin(), scale, 12, learner.generator)
+    second, _ = collect(agent, env, rollout_state, scale, 12, learner.generator)
     assert all(not part.any() for part in first.start_state[0])
     state = first.start_state[0]
     for t in range(12):
@@ -71,7 +73,7 @@ def test_memory_is_cleared_for_finished_environments_only_and_stored_before_the_
             never = torch.zeros(1, dtype=torch.bool)
             with torch.no_grad():
                 parameters, own = agent.act(first.scaled_obs[t, n : n + 1], own, never)
-            torch.testing.assert_close(parameters[0], first.parameters[t, n], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(parameters[0], first.dist_params[t, n], atol=1e-6, rtol=1e-5)
             columns.append(own)
         state = tuple(torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
     for stored, expected in zip(second.start_state[0], state, strict=True):
@@ -114,10 +116,10 @@ def test_drift_of_the_observations_is_logged(make_learner: Any, scripted_env: An
     learner = make_learner(env)
     learner.iterate()
     before = learner.observation_moments.mean.clone(), learner.observation_moments.std.clone()
-    figures = learner.iterate()
+    metrics = learner.iterate()
     shift = ((learner.observation_moments.mean - before[0]) / before[1]).abs()
-    assert figures["data/observation_drift"] == pytest.approx(float(shift.max()))
-    assert figures["data/observation_drift"] > 5
+    assert metrics["data/observation_drift"] == pytest.approx(float(shift.max()))
+    assert metrics["data/observation_drift"] > 5
 
 
 def test_without_normalisation_observations_pass_as_they_are(
@@ -136,7 +138,7 @@ def test_a_reward_in_a_dead_row_is_nothing(make_learner: Any, scripted_env: Any)
     env = scripted_env(dead_rows=True)
     env.reward[~env.valid] = math.nan
     learner = make_learner(env)
-    rollout, _ = collect(learner.agent, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
+    rollout, _ = collect(learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
     assert (~rollout.valid).any()
     assert (rollout.rewards[~rollout.valid] == 0).all()
     assert torch.equal(rollout.rewards[rollout.valid], env.reward[:12][rollout.valid])
@@ -154,13 +156,13 @@ def test_a_carry_can_be_collected_from_twice_with_the_same_result(make_learner: 
     env = scripted_env()
     learner = make_learner(env)
     learner.iterate()
-    carry: Carry = learner.state.carry
+    rollout_state: RolloutState = learner.state.rollout_state
     row, stream = env.row, learner.generator.get_state()
     found = []
     for _ in range(2):
         env.row = row
         learner.generator.set_state(stream)
-        found.append(collect(learner.agent, env, carry, learner._observation_scale(), 12, learner.generator))
+        found.append(collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator))
     (one, carry_one), (other, carry_other) = found
     assert torch.equal(one.actions, other.actions)
     for part, again in zip(carry_one.state[0], carry_other.state[0], strict=True):

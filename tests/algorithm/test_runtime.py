@@ -23,7 +23,7 @@ from tailguard.algorithm.optimizers import unless
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.runtime import WARMUP, Runtime, copy_into, tensors_of
 from tailguard.algorithm.saving import capture, restore
-from tailguard.algorithm.scale import lay_supports
+from tailguard.algorithm.scale import reset_support
 from tailguard.algorithm.update import Batch
 from tailguard.data.bars import Bars
 from tailguard.envs.trading import TradingEnv
@@ -95,7 +95,7 @@ def test_the_way_to_run_is_the_one_asked_for_or_refused_in_words(
 ) -> None:
     runtime = Runtime(kind, trading(bars) if functional else scripted_env(), device, on_nonfinite)
     assert runtime.mode == mode
-    assert runtime.looks == (mode != "graph")
+    assert runtime.can_sync == (mode != "graph")
     assert (runtime.refusal is None) == (refusal is None)
     assert refusal is None or refusal in (runtime.refusal or "")
 
@@ -123,10 +123,10 @@ def test_recording_begins_after_the_warm_up() -> None:
 def test_what_is_kept_stays_in_its_place_once_recording() -> None:
     runtime = Runtime("eager", None, CPU, "stop")
     before, after = {"a": torch.zeros(2), "b": (torch.zeros(1),)}, {"a": torch.ones(2), "b": (torch.full((1,), 7.0),)}
-    assert runtime.keep(before, after) is after
+    assert runtime.copy_in_place(before, after) is after
     assert not before["a"].any()
     runtime.mode, runtime.iterations = "graph", WARMUP
-    assert runtime.keep(before, after) is before
+    assert runtime.copy_in_place(before, after) is before
     assert before["a"].tolist() == [1.0, 1.0]
     assert before["b"][0].tolist() == [7.0]
 
@@ -177,13 +177,13 @@ def test_a_structure_is_filled_in_place() -> None:
 
 def places(learner: DistributionalPPO) -> dict[str, int]:
     """Where everything lies that lives from one iteration to the next and is not handed to `Runtime.keep`."""
-    found: dict[str, Tensor] = {f"agent.{name}": value for name, value in learner.agent.state_dict().items()}
+    found: dict[str, Tensor] = {f"agent.{name}": value for name, value in learner.policy.state_dict().items()}
     owners: dict[str, Any] = {
         "observations": learner.observation_moments,
         "returns": learner.return_moments,
         "episodes": learner.episodes,
         "hyper": learner.hyper,
-        "tally": learner.updates.tally,
+        "tally": learner.updates.minibatch_metrics,
         "stop": learner.updates.stop,
         "vgs": learner.scaler,
         "learner": learner,
@@ -220,7 +220,7 @@ def test_what_lives_on_is_changed_in_place(make_learner: Any, bars: Bars, optimi
     before = places(learner)
     for part in ("hyper.learning_rate", "window.losses", "running.last", "predictions.earned", "episodes.kept"):
         assert part in before
-    assert sum(name.startswith("optimizer.") for name in before) > 2 * len(list(learner.agent.parameters()))
+    assert sum(name.startswith("optimizer.") for name in before) > 2 * len(list(learner.policy.parameters()))
     for _ in range(3):
         learner.iterate()
     after = places(learner)
@@ -233,9 +233,9 @@ def test_a_support_is_laid_anew_in_place(make_learner: Any) -> None:
     learner.iterate()
     before = places(learner)
     change = learner.return_moments.update(torch.tensor([-500.0, 500.0]).repeat(1000))
-    for critic in learner.agent.each_critic():
+    for critic in learner.policy.each_critic():
         critic.distribution.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
-    assert lay_supports(learner.agent, learner.optimizer, learner.scaler) == 2
+    assert reset_support(learner.policy, learner.optimizer, learner.scaler) == 2
     assert places(learner) == before
 
 
@@ -286,7 +286,7 @@ def test_a_step_that_must_not_be_taken_changes_nothing(
         learner: DistributionalPPO = make_learner(optimizer=kind, vgs=VGSConfig(enabled=vgs, warmup_steps=1))
         learner.iterate()
         draw = torch.Generator().manual_seed(3)
-        for parameter in learner.agent.parameters():
+        for parameter in learner.policy.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=draw)
         return learner
 
@@ -383,8 +383,8 @@ def test_an_iteration_asks_the_device_for_nothing(
         with without_looking(learner):
             iterate_unrecorded(learner)
             with counting_reads(monkeypatch) as reads:
-                figures = iterate_unrecorded(learner)
-        assert figures["train/n_updates"] >= 1
+                metrics = iterate_unrecorded(learner)
+        assert metrics["train/n_updates"] >= 1
         assert reads.places == []
 
 
@@ -395,8 +395,8 @@ def test_the_counter_sees_what_an_eager_iteration_asks(
     learner = make_learner(trading(bars), target_kl=1.0)
     learner.iterate()
     with counting_reads(monkeypatch) as reads:
-        figures = learner.iterate()
-    assert sum(part == "minibatch" for part, _ in reads.places) >= 3 * figures["train/n_updates"]
+        metrics = learner.iterate()
+    assert sum(part == "minibatch" for part, _ in reads.places) >= 3 * metrics["train/n_updates"]
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
@@ -441,9 +441,9 @@ def test_compiled_iterations_are_the_eager_ones(make_learner: Any, bars: Bars) -
     runs = {}
     for kind in ("eager", "compile"):
         learner = make_learner(trading(bars), runtime=kind, **RICH)
-        start = [parameter.detach().clone() for parameter in learner.agent.parameters()]
-        figures = [learner.iterate() for _ in range(3)]
-        runs[kind] = [parameter.detach() for parameter in learner.agent.parameters()], figures
+        start = [parameter.detach().clone() for parameter in learner.policy.parameters()]
+        metrics = [learner.iterate() for _ in range(3)]
+        runs[kind] = [parameter.detach() for parameter in learner.policy.parameters()], metrics
     way = max(float((new - old).abs().max()) for new, old in zip(runs["eager"][0], start, strict=True))
     gap = max(float((a - b).abs().max()) for a, b in zip(runs["eager"][0], runs["compile"][0], strict=True))
     assert way > 1e-3
@@ -512,7 +512,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "shared": RICH | {"memory": "shared", "microbatches": 1},
     "no memory": {"memory": "none", "twin_critics": True},
     "categorical": {"critic": "categorical", "kl_penalty": 0.1, "target_kl": 1e-3},
-    "hindsight": RICH | {"advantages": "hindsight", "exploration": "exponential:1:0.5"},
+    "exploration": RICH | {"exploration": "exponential:1:0.5"},
     "two layers": {"lstm_layers": 2, "optimizer": "adamw", "weight_decay": 0.01},
 }
 
@@ -535,11 +535,11 @@ def test_recorded_iterations_are_the_eager_ones(
     Fused kernels round otherwise, and training multiplies that; a wrong minibatch or a stale tensor is far beyond it.
     """
     eager, other = (on_gpu(make_learner, bars, mode, **options) for mode in ("eager", kind))
-    start = [parameter.detach().clone() for parameter in eager.agent.parameters()]
+    start = [parameter.detach().clone() for parameter in eager.policy.parameters()]
     for _ in range(WARMUP + 4):
         expected, found = eager.iterate(), other.iterate()
     assert other.runtime.recording == (kind == "graph")
-    pairs = list(zip(eager.agent.parameters(), other.agent.parameters(), strict=True))
+    pairs = list(zip(eager.policy.parameters(), other.policy.parameters(), strict=True))
     way = max(float((new - old).abs().max()) for (new, _), old in zip(pairs, start, strict=True))
     gap = max(float((one - two).detach().abs().max()) for one, two in pairs)
     assert gap < 1e-2 * way
@@ -554,7 +554,7 @@ def test_a_recorded_iteration_keeps_its_storage_and_waits_once(make_learner: Any
     learner = on_gpu(make_learner, bars, "graph", **RICH)
     for _ in range(WARMUP + 2):
         learner.iterate()
-    before = places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.carry)]}
+    before = places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.rollout_state)]}
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as found:
@@ -564,7 +564,9 @@ def test_a_recorded_iteration_keeps_its_storage_and_waits_once(make_learner: Any
         torch.cuda.set_sync_debug_mode("default")
     waits = [str(warning.filename) for warning in found if "synchroniz" in str(warning.message)]
     assert len(waits) <= 1, waits
-    assert places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.carry)]} == before
+    assert (
+        places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.rollout_state)]} == before
+    )
 
 
 @needs_gpu

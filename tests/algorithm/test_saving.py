@@ -16,7 +16,6 @@ import torch
 from gymnasium import spaces
 
 from tailguard.algorithm.bc import BehaviourCloning
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.saving import PARTS, capture, restore
 from tailguard.data.bars import Bars
@@ -25,6 +24,7 @@ from tailguard.envs.tasks import RecallEnv
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
 from tailguard.evaluate.backtest import backtest
+from tailguard.monitor.callbacks import EveryIteration
 from tailguard.optim.config import VGSConfig
 from tailguard.risk.config import RiskConfig
 from tailguard.sealed import flat_tensors, read_sealed, write_sealed
@@ -54,7 +54,7 @@ def test_a_loaded_agent_is_the_saved_one(
     loaded = DistributionalPPO.load(tmp_path / "agent", env=scripted_env(dead_rows=True))
     assert loaded.config == learner.config
     assert loaded.state.entropy == learner.state.entropy
-    learner.state.carry = None  # what is saved goes on with fresh episodes
+    learner.state.rollout_state = None  # what is saved goes on with fresh episodes
     saved, found = everything_in(learner), everything_in(loaded)
     assert saved.keys() == found.keys()
     assert any("exp_avg_sq" in name for name in saved)
@@ -177,7 +177,7 @@ def test_an_agent_is_two_tensor_files_and_a_manifest(make_learner: Any, tmp_path
         assert manifest["files"][name] == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     header = (tmp_path / "weights.safetensors").read_bytes()
     weights = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
-    assert set(weights) - {"__metadata__"} == set(learner.agent.state_dict())
+    assert set(weights) - {"__metadata__"} == set(learner.policy.state_dict())
 
 
 def test_any_value_in_any_place_of_a_manifest_is_refused_or_can_be_traded_with(
@@ -225,7 +225,7 @@ def test_saving_again_replaces_the_agent_and_nothing_else(make_learner: Any, tmp
 def test_weights_that_are_not_finite_are_neither_saved_nor_loaded(make_learner: Any, tmp_path: Path) -> None:
     learner = make_learner()
     learner.save(tmp_path / "good")
-    name, parameter = next(iter(learner.agent.named_parameters()))
+    name, parameter = next(iter(learner.policy.named_parameters()))
     parameter.data.view(-1)[0] = torch.nan
     with pytest.raises(CheckpointError, match=f"1 of {parameter.numel()} numbers in weights/{name} are not finite"):
         learner.save(tmp_path / "bad")

@@ -24,9 +24,9 @@ from stable_baselines3.common.callbacks import (
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from tailguard.algorithm.callbacks import Callback, EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.monitor.recording import FigureWriter
+from tailguard.monitor.callbacks import Callback, EveryIteration
+from tailguard.monitor.writers import MetricsWriter
 
 ENVS, STEPS = 2, 8
 
@@ -124,7 +124,7 @@ def test_an_end_in_a_rollout_leaves_the_weights_alone() -> None:
     stopped, one = ours(), ours()
     stopped.learn(100, callback=Diary(end_at=STEPS + 3))
     one.learn(ENVS * STEPS)
-    for mine, expected in zip(stopped.agent.parameters(), one.agent.parameters(), strict=True):
+    for mine, expected in zip(stopped.policy.parameters(), one.policy.parameters(), strict=True):
         assert bool((mine == expected).all())
     assert stopped.metrics["warn/skipped_nonfinite"] == 0
     assert stopped.learn(ENVS * STEPS, reset_num_timesteps=False).metrics["train/n_updates"] > 0
@@ -223,12 +223,12 @@ def test_lists_events_and_functions_count_steps(make: Callable[[], Any]) -> None
 
 
 def test_a_writer_inside_an_sb3_list_hears_of_iterations() -> None:
-    class Writer(FigureWriter):
+    class Writer(MetricsWriter):
         def __init__(self) -> None:
             self.lines: list[tuple[int, float]] = []
 
-        def write(self, figures: Any, step: int) -> None:
-            self.lines.append((step, figures["train/n_updates"]))
+        def write(self, metrics: Any, step: int) -> None:
+            self.lines.append((step, metrics["train/n_updates"]))
 
     class Records(BaseCallback):
         def _on_step(self) -> bool:

@@ -16,10 +16,10 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 from torch import nn
 
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.schedules import Schedule
 from tailguard.errors import ConfigError, TailguardError
+from tailguard.monitor.callbacks import EveryIteration
 
 SMALL: dict[str, Any] = {"n_steps": 8, "minibatch_size": 16, "epochs": 1, "hidden": (8,), "lstm_size": 8}
 
@@ -54,7 +54,7 @@ def make(env: Any = None, **options: Any) -> DistributionalPPO:
 
 
 def weights(agent: DistributionalPPO) -> list[torch.Tensor]:
-    return [value.detach().clone() for value in agent.agent.parameters()]
+    return [value.detach().clone() for value in agent.policy.parameters()]
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:

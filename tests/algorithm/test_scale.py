@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tailguard.algorithm.estimate import look
-from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, lay_supports, move_return_scale, support_drift
+from tailguard.algorithm.estimate import evaluate_critics
+from tailguard.algorithm.scale import SUPPORT_DRIFT_LIMIT, move_return_scale, reset_support, support_drift
 from tailguard.envs.protocol import Box, Step
 from tailguard.models.critics import CategoricalCritic
 
 
 def raw_predictions(learner: Any, witness: Any) -> list[Tensor]:
-    views, _ = look(learner.agent, witness.rollout, learner.return_moments, learner.config.estimates)
+    views, _ = evaluate_critics(learner.policy, witness.rollout, learner.return_moments, learner.config.estimates)
     found = []
     for view in views:
         found += [view.value, view.next_baseline]
@@ -34,7 +34,7 @@ def test_raw_predictions_survive_a_move_of_the_scale(
     learner = make_learner(critic=critic, twin_critics=twin_critics, learning_rate=0.02, extensions=(witness,))
     for _ in range(3):
         learner.iterate()
-    for head in (found.distribution for found in learner.agent.each_critic()):
+    for head in (found.distribution for found in learner.policy.each_critic()):
         if isinstance(head, CategoricalCritic):
             head.set_support(-10.0, 10.0)
     before = raw_predictions(learner, witness)
@@ -42,11 +42,11 @@ def test_raw_predictions_survive_a_move_of_the_scale(
     assert abs(float(change.std_ratio) - 1) > 0.2
     assert float(change.mean_shift) > 0.5
     wrong = raw_predictions(learner, witness)
-    move_return_scale(learner.agent, learner.optimizer, change)
-    drift = support_drift(learner.agent)
+    move_return_scale(learner.policy, learner.optimizer, change)
+    drift = support_drift(learner.policy)
     assert (drift is not None) == (critic == "categorical")
     assert drift is None or float(drift) < SUPPORT_DRIFT_LIMIT
-    assert lay_supports(learner.agent, learner.optimizer) == 0
+    assert reset_support(learner.policy, learner.optimizer) == 0
     after = raw_predictions(learner, witness)
     for old, new, without in zip(before, after, wrong, strict=True):
         assert old.std() > 0.01
@@ -60,17 +60,17 @@ def test_a_support_far_off_its_returns_is_laid_anew(make_learner: Any, make_witn
     learner = make_learner(critic="categorical", twin_critics=True, atoms=101, extensions=(witness,))
     for _ in range(3):
         spread = learner.iterate()["critic/return_spread"]
-    heads = [critic.distribution for critic in learner.agent.each_critic()]
+    heads = [critic.distribution for critic in learner.policy.each_critic()]
     before = raw_predictions(learner, witness)
     change = learner.return_moments.update(torch.tensor([-5.0, 5.0]).repeat(1000))
-    move_return_scale(learner.agent, learner.optimizer, change)
+    move_return_scale(learner.policy, learner.optimizer, change)
     moved = raw_predictions(learner, witness)
     for old, new in zip(before, moved, strict=True):
         torch.testing.assert_close(new, old, atol=1e-6 * float(change.new_std), rtol=1e-6)
-    drift = support_drift(learner.agent, spread)
+    drift = support_drift(learner.policy, spread)
     assert drift is not None
     assert float(drift) > SUPPORT_DRIFT_LIMIT
-    assert lay_supports(learner.agent, learner.optimizer, spread=spread) == 2
+    assert reset_support(learner.policy, learner.optimizer, spread=spread) == 2
     for head in heads:
         assert isinstance(head, CategoricalCritic)
         assert float(head.support_drift(spread)) == pytest.approx(0.0, abs=1e-9)
@@ -187,10 +187,10 @@ def test_the_scale_is_that_of_lambda_returns_and_the_spread_tells_the_returns(ma
         return_decay=1e-6, critic=critic, memory="none", quantiles=32, atoms=51,
     )  # fmt: skip
     learner.iterate()
-    figures = learner.iterate()
+    metrics = learner.iterate()
     returns, scale = spreads(32, learner.config.gae_lambda)
-    assert figures["critic/return_std"] == pytest.approx(scale, rel=0.03)
-    assert figures["critic/return_std"] * figures["critic/return_spread"] == pytest.approx(returns, rel=0.03)
+    assert metrics["critic/return_std"] == pytest.approx(scale, rel=0.03)
+    assert metrics["critic/return_std"] * metrics["critic/return_spread"] == pytest.approx(returns, rel=0.03)
 
 
 def test_a_support_is_in_standard_deviations_of_the_return(make_learner: Any) -> None:
@@ -201,7 +201,7 @@ def test_a_support_is_in_standard_deviations_of_the_return(make_learner: Any) ->
     )  # fmt: skip
     for _ in range(3):
         learner.iterate()
-    head = learner.agent.each_critic()[0].distribution
+    head = learner.policy.each_critic()[0].distribution
     low, high = (head.support * learner.return_moments.std + learner.return_moments.mean).tolist()
     returns, scale = spreads(128, learner.config.gae_lambda)
     assert returns / scale == pytest.approx(2.6, abs=0.1)

@@ -21,11 +21,11 @@ def trained(make_learner: Any, make_witness: Any, env: Any = None, **options: An
     learner = make_learner(env, **({"learning_rate": 1e-2} | options), extensions=(witness,))
     learner.iterate()
     learner.iterate()
-    return learner, witness.batch if learner.agent.remembers else witness.batch.rows_as_sequences()
+    return learner, witness.batch if learner.policy.is_recurrent else witness.batch.rows_as_sequences()
 
 
 def loss_of(learner: DistributionalPPO, batch: Batch) -> MinibatchLoss:
-    return minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config)
+    return minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config)
 
 
 # --- every term, by hand ---------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def test_the_terms_are_the_papers_on_valid_rows(make_learner: Any, make_witness:
     learner.state.kl_coef = 0.7
     found = loss_of(learner, batch)
     with torch.no_grad():
-        output = learner.agent(batch.obs, batch.state, batch.episode_start)
+        output = learner.policy(batch.obs, batch.state, batch.episode_start)
     valid = batch.weights.numpy() > 0
     assert not valid.all()
 
@@ -56,7 +56,7 @@ def test_the_terms_are_the_papers_on_valid_rows(make_learner: Any, make_witness:
         wide = parameters.double().numpy()
         return [part - logsumexp(part, axis=-1, keepdims=True) for part in (wide[..., :3], wide[..., 3:])]
 
-    new, old = log_probabilities(output.parameters), log_probabilities(batch.parameters)
+    new, old = log_probabilities(output.dist_params), log_probabilities(batch.dist_params)
     actions = batch.actions.numpy()
     log_ratio = sum(
         np.take_along_axis(ours - theirs, actions[..., [part]], axis=-1)[..., 0]
@@ -83,15 +83,15 @@ def test_the_terms_are_the_papers_on_valid_rows(make_learner: Any, make_witness:
     for name, rows in expected.items():
         assert float(found.terms[name].detach()) == pytest.approx(rows[valid].mean(), rel=2e-4, abs=1e-7), name
     assert float(found.total.detach()) == pytest.approx(sum(rows[valid].mean() for rows in expected.values()), rel=1e-4)
-    figures = {
+    metrics = {
         "train/approx_kl": kl,
         "train/kl_k1": -log_ratio,
         "train/kl_k3": ratio - 1 - log_ratio,
         "train/clip_fraction": np.abs(ratio - 1) > 0.1,
     }
-    for name, rows in figures.items():
-        assert float(found.figures[name]) == pytest.approx(rows[valid].mean(), rel=1e-3, abs=1e-7), name
-    assert 0.05 < float(found.figures["train/clip_fraction"]) < 0.95
+    for name, rows in metrics.items():
+        assert float(found.metrics[name]) == pytest.approx(rows[valid].mean(), rel=1e-3, abs=1e-7), name
+    assert 0.05 < float(found.metrics["train/clip_fraction"]) < 0.95
 
 
 def test_large_log_ratios_are_clamped_and_counted(make_learner: Any, make_witness: Any) -> None:
@@ -100,7 +100,7 @@ def test_large_log_ratios_are_clamped_and_counted(make_learner: Any, make_witnes
     shifted[:3] -= 100.0
     found = loss_of(learner, dataclasses.replace(batch, log_probs=shifted))
     assert bool(found.finite)
-    assert float(found.figures["train/log_ratio_clamped"]) == pytest.approx(3 / 12)
+    assert float(found.metrics["train/log_ratio_clamped"]) == pytest.approx(3 / 12)
     assert bool(found.total.isfinite())
 
 
@@ -118,7 +118,7 @@ def test_a_log_ratio_that_is_not_finite_is_flagged_although_the_gradient_is_fini
         learner.optimizer.zero_grad()
         found.total.backward()  # type: ignore[no-untyped-call]
         # The gradient's norm could not have told.
-        assert all(parameter.grad.isfinite().all() for parameter in learner.agent.parameters())
+        assert all(parameter.grad.isfinite().all() for parameter in learner.policy.parameters())
     assert bool(found.total.isfinite())
     assert bool(found.log_ratio.isfinite().all())
 
@@ -134,10 +134,10 @@ def test_entropy_is_not_computed_when_it_has_no_weight(make_learner: Any, make_w
 def far_from_old(learner: DistributionalPPO, batch: Batch, distance: float, target: float) -> Batch:
     """Critics `distance` above their old outputs in every row, and a constant target, in standard deviations."""
     with torch.no_grad():
-        for critic in learner.agent.each_critic():
+        for critic in learner.policy.each_critic():
             critic.value.layer.bias += distance
             critic.distribution.layer.bias += distance
-        output = learner.agent(batch.obs, batch.state, batch.episode_start)
+        output = learner.policy(batch.obs, batch.state, batch.episode_start)
     return dataclasses.replace(
         batch,
         value_targets=torch.full_like(batch.value_targets, target),
@@ -161,11 +161,11 @@ def test_a_critic_beyond_its_clip_stops_moving_on_and_may_always_come_back(
         value_targets=torch.full_like(away.value_targets, -50.0),
         distribution_targets=torch.full_like(away.distribution_targets, -50.0),
     )
-    for critic in learner.agent.each_critic():
+    for critic in learner.policy.each_critic():
         parameters = [critic.value.layer.bias, critic.distribution.layer.bias]
 
         def gradients(config: Any, given: Batch) -> tuple[Tensor, ...]:
-            loss = minibatch_loss(learner.agent, given, learner.set_hyper(), config)
+            loss = minibatch_loss(learner.policy, given, learner.set_hyper(), config)
             return torch.autograd.grad(loss.terms["value"] + loss.terms["distribution"], parameters)  # noqa: B023
 
         value, quantiles = gradients(learner.config, away)
@@ -190,7 +190,7 @@ def test_each_twin_is_clipped_around_its_own_old_value(make_learner: Any, make_w
     learner, batch = trained(
         make_learner, make_witness, twin_critics=True, critic="scalar", value_clip="mean_only", value_clip_limit=0.2
     )
-    heads = [critic.value.layer for critic in learner.agent.each_critic()]
+    heads = [critic.value.layer for critic in learner.policy.each_critic()]
     with torch.no_grad():
         for head, level in zip(heads, (0.0, 1.0), strict=True):
             head.weight.zero_()
@@ -207,7 +207,7 @@ def test_each_twin_is_clipped_around_its_own_old_value(make_learner: Any, make_w
 def test_a_categorical_critic_beyond_its_clip_is_not_pulled_further(make_learner: Any, make_witness: Any) -> None:
     """N(3, 1) with the old mean 1 and a target at 4: beyond the clip, so nothing moves its mean on to the target."""
     learner, batch = trained(make_learner, make_witness, critic="categorical", value_clip="mean_only", atoms=41)
-    (critic,) = learner.agent.each_critic()
+    (critic,) = learner.policy.each_critic()
     atoms = critic.distribution.atoms
     with torch.no_grad():
         critic.distribution.layer.weight.zero_()
@@ -218,7 +218,7 @@ def test_a_categorical_critic_beyond_its_clip_is_not_pulled_further(make_learner
     plain = dataclasses.replace(learner.config, value_clip="off")
     pulls = []
     for config in (learner.config, plain):
-        term = minibatch_loss(learner.agent, batch, learner.set_hyper(), config).terms["distribution"]
+        term = minibatch_loss(learner.policy, batch, learner.set_hyper(), config).terms["distribution"]
         (gradient,) = torch.autograd.grad(term, critic.distribution.layer.bias)
         # How the mean of the softmax would change along −gradient.
         weights = critic.distribution.layer.bias.softmax(-1).detach()
@@ -258,7 +258,7 @@ def test_rows_of_a_memoryless_batch_stand_for_themselves(make_learner: Any, make
         assert torch.equal(rows.actions[0, number], witness.batch.actions[row, column])
         assert torch.equal(rows.distribution_targets[0, number], witness.batch.distribution_targets[row, column])
     losses = [
-        minibatch_loss(learner.agent, batch, learner.set_hyper(), learner.config).total
+        minibatch_loss(learner.policy, batch, learner.set_hyper(), learner.config).total
         for batch in (rows, witness.batch)
     ]
     torch.testing.assert_close(losses[0], losses[1])

@@ -18,7 +18,7 @@ from tailguard.data.splits import split_bars
 from tailguard.data.synthetic import make_market
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import BarsError, ConfigError
-from tailguard.evaluate.trained import build_agent, market_of, split_of
+from tailguard.experiment.build import build_learner, load_market, split_market
 
 
 def with_gaps(bars: Bars, every: int) -> Bars:
@@ -78,7 +78,7 @@ def test_bars_that_training_refuses_fail_the_check(
 
     config = load_config(overrides=[f"data.path={path}", "data.gaps=split"])
     with pytest.raises(ConfigError) as refused:
-        build_agent(config, split_of(config, market_of(config)[0]).train, 0)
+        build_learner(config, split_market(config, load_market(config).bars).train, 0)
     assert "0 of the 0" not in str(refused.value)
 
 
@@ -93,7 +93,7 @@ def test_bars_that_pass_the_check_can_be_trained_on(
     assert "training     1,124 of 1,866 bars left after warm-up" in capsys.readouterr().out
 
     config = load_config(overrides=[f"data.path={path}", "env.num_envs=4"])
-    build_agent(config, split_of(config, market_of(config)[0]).train, 0)
+    build_learner(config, split_market(config, load_market(config).bars).train, 0)
 
 
 def test_few_bars_left_are_a_warning() -> None:
@@ -118,12 +118,12 @@ def test_volume_that_is_zero_throughout_fails_the_check_as_it_fails_training(
     assert "--set market.participation=inf --set market.impact=0" in output
 
     config = load_config(overrides=[f"data.path={path}", "env.num_envs=4"])
-    train = split_of(config, market_of(config)[0]).train
+    train = split_market(config, load_market(config).bars).train
     with pytest.raises(BarsError, match="volume is 0 in every bar"):
-        build_agent(config, train, 0)
+        build_learner(config, train, 0)
     # The way out that is named leads out.
     free = load_config(overrides=[f"data.path={path}", "env.num_envs=4", "market.participation=inf", "market.impact=0"])
-    build_agent(free, train, 0)
+    build_learner(free, train, 0)
 
 
 def test_the_check_says_which_funding_will_be_charged(

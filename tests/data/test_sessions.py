@@ -17,7 +17,7 @@ from tailguard.data.sessions import check_sessions
 from tailguard.data.sources import load_bars
 from tailguard.data.validation import validate
 from tailguard.errors import BarsError
-from tailguard.evaluate.trained import market_of
+from tailguard.experiment.build import load_market
 
 HOUR, DAY, WEEK = timedelta(hours=1), timedelta(days=1), timedelta(weeks=1)
 
@@ -59,7 +59,7 @@ def test_training_and_preparing_refuse_them_too(tmp_path: Path) -> None:
     config: RunConfig = load_config(overrides=[f"data.path={path}", "data.gaps=split"])
 
     with pytest.raises(BarsError, match="Session calendars are not supported yet"):
-        market_of(config)
+        load_market(config)
     for name in ("bars", "scratch"):
         (tmp_path / name).mkdir()
     with pytest.raises(BarsError, match="Session calendars are not supported yet"):

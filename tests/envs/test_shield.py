@@ -68,7 +68,7 @@ def test_training_and_backtest_hold_back_alike(bars: Any) -> None:
         env, n_steps=16, minibatch_size=64, hidden=(4,), lstm_size=4, squash=False, std="state"
     )
     with torch.no_grad():
-        agent.agent.action_head.linear.bias.copy_(torch.tensor([50.0, 0.0]))  # type: ignore[union-attr, operator]
+        agent.policy.action_head.linear.bias.copy_(torch.tensor([50.0, 0.0]))  # type: ignore[union-attr, operator]
     result = tg.backtest(agent, bars)
     assert result.shielded.all()
     assert result.metrics["shielded"] == 1

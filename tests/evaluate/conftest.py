@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from tailguard.config import load_config
-from tailguard.evaluate.trained import TrainedRun, open_run
+from tailguard.experiment.trained_run import TrainedRun, open_run
 from tailguard.runs.runner import train
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -100,7 +100,7 @@ def test_an_agents_backtest_is_a_plain_loop_of_observe_predict_and_step(assets, 
     env = tg.TradingEnv(bars, num_envs=4, episode_length=32, accounts="portfolio", shield=shield)
     agent = tg.DistributionalPPO(env, n_steps=16, hidden=(16,), lstm_size=16, seed=2).learn(128)
     with torch.no_grad():
-        agent.agent.action_head.linear.weight.mul_(100)  # positions of a trained agent, not of one that begins
+        agent.policy.action_head.linear.weight.mul_(100)  # positions of a trained agent, not of one that begins
     result = tg.backtest(agent, bars)
     assert np.abs(result.weights).mean() > 0.02
 
@@ -342,7 +342,7 @@ def test_a_throttle_follows_the_windows_of_the_account(bars: tg.Bars) -> None:
     """The factors again, from the equity at the windows' ends; and without the switch nothing is throttled."""
     env = tg.TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])
     agent = tg.PathwiseLearner(env, n_steps=24, hidden=(6,), lstm_size=5, critic="scalar")
-    agent.agent.action_head.linear.bias.data[0] = 1.0  # always long
+    agent.policy.action_head.linear.bias.data[0] = 1.0  # always long
     exposure = Exposure(0.8, -0.002, 0.2, 0.9, -0.004, -0.001, -0.002, 3.0)
     ensemble = Ensemble([agent], exposure, throttled=True)
     found = tg.backtest(ensemble, bars, warn_in_sample=False)
@@ -367,7 +367,7 @@ def test_losses_before_a_gap_reach_the_throttle(bars: tg.Bars) -> None:
     """Stretches shorter than a window: counted in traded bars, windows end in the middle of a later stretch."""
     env = tg.TradingEnv(bars, num_envs=4, episode_length=48, features=["return_24"])
     agent = tg.PathwiseLearner(env, n_steps=48, hidden=(6,), lstm_size=5, critic="scalar")
-    agent.agent.action_head.linear.bias.data[0] = 1.0  # always long
+    agent.policy.action_head.linear.bias.data[0] = 1.0  # always long
     ensemble = Ensemble([agent], Exposure(0.8, -0.002, 0.2, 0.9, -0.004, -0.001, -0.002, 3.0), throttled=True)
     stretch = pl.int_range(len(bars)) // 200  # 32 bars after those that the feature needs
     frame = bars.frame.with_columns(

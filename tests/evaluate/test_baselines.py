@@ -11,13 +11,16 @@ import pytest
 
 import tailguard as tg
 from tailguard.errors import ConfigError
+from tailguard.evaluate import baselines
 from tailguard.evaluate.baselines import (
+    BASELINES,
     HOLD,
     BuyAndHold,
     Flat,
     Moment,
     MovingAverageCross,
     VolatilityTarget,
+    baseline,
     random_timing,
     standard_baselines,
 )
@@ -145,6 +148,18 @@ def test_baselines_keep_inside_the_allowed_leverage(bars) -> None:
         targets = np.nan_to_num(result.targets)
         assert (targets >= 0).all(), name
         assert (targets <= 0.5).all(), name
+
+
+def test_a_registered_baseline_is_the_last_of_the_standard_ones(monkeypatch) -> None:
+    monkeypatch.setattr(baselines, "BASELINES", dict(BASELINES))
+    baseline("a third")(lambda exposure, _: BuyAndHold(exposure / 3))
+    found = standard_baselines(0.6)
+    assert list(found) == ["buy & hold", "moving-average cross", "volatility target", "flat", "a third"]
+    assert found["a third"] == BuyAndHold(0.6 / 3)
+    assert found["buy & hold"] == BuyAndHold(0.6)
+    for name, message in (("a third", "registered already"), ("agent", "reserved"), (" ", "printable")):
+        with pytest.raises(ConfigError, match=message):
+            baseline(name)
 
 
 def test_impossible_windows_are_refused() -> None:

@@ -36,7 +36,7 @@ def test_a_ruined_account_trades_no_more() -> None:
     bars = tg.make_market(400, seed=5).bars
     env = tg.TradingEnv(bars, tg.MarketConfig(leverage=20.0), num_envs=2, episode_length=100, features=["return_24"])
     agent = tg.PathwiseLearner(env, n_steps=20, hidden=(6,), lstm_size=5)
-    agent.agent.action_head.linear.bias.data[0] = 10.0  # always long
+    agent.policy.action_head.linear.bias.data[0] = 10.0  # always long
     (part,) = episodes_on(agent.spec, bars)
     bar_returns = part.trade(agent, "bar")
     ruined = bar_returns.measured.abs().flip(1).cumsum(1).flip(1)[:, 1:] == 0  # nothing moves any more

@@ -10,8 +10,8 @@ import pytest
 
 import tailguard as tg
 from tailguard.evaluate.baselines import BuyAndHold
+from tailguard.evaluate.formatting import percent
 from tailguard.evaluate.notes import baseline_notes
-from tailguard.evaluate.table import percent
 from tailguard.market import MarketConfig
 
 

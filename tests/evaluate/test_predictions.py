@@ -50,7 +50,7 @@ def test_what_is_said_at_a_bar_is_what_the_critics_say_step_by_step(market: Bars
 
     agent.predict = watched
     tg.backtest(agent, market)
-    moments, network = agent.observation_moments, agent.agent
+    moments, network = agent.observation_moments, agent.policy
     state = list(network.initial_state(1))
     for row, observation in enumerate(shown[:120]):
         start = torch.tensor([row % 48 == 0])

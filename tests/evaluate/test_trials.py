@@ -21,7 +21,6 @@ from tailguard.evaluate.trials import (
     read_trials,
     record_trial,
     settings_hash,
-    trials_path,
 )
 
 
@@ -119,9 +118,3 @@ def test_a_line_is_plain_json(tmp_path: Path) -> None:
     record_trial(tmp_path / "trials.jsonl", trial(4, sharpe=np.float64(1.25)))
     (line,) = (tmp_path / "trials.jsonl").read_text().splitlines()
     assert json.loads(line)["sharpe"] == 1.25
-
-
-def test_nested_names_share_the_record_of_the_runs(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    assert {trials_path(runs / name) for name in ("a", "a/b", "a/b/c")} == {runs / "trials.jsonl"}
-    assert trials_path(tmp_path / "elsewhere" / "a") == tmp_path / "elsewhere" / "trials.jsonl"

@@ -49,7 +49,7 @@ def test_a_bar_that_touches_the_liquidation_price_closes_the_account_there(
         states, (bar,) = trade(build_market(panel, margin_config, dtype=torch.float64), one_bar(position))
         assert bar.liquidated.item() is touched
         assert states[1].equity.item() == pytest.approx((MARGIN - FEE) * notional if touched else 1.0, rel=1e-9)
-        assert bar.liquidation.item() == pytest.approx(FEE * notional if touched else 0.0, rel=1e-9)
+        assert bar.costs["liquidation"].item() == pytest.approx(FEE * notional if touched else 0.0, rel=1e-9)
         assert states[1].weights.item() == (0.0 if touched else pytest.approx(position))
         assert bar.shortfall.item() == 0
 
@@ -69,7 +69,7 @@ def test_a_gap_past_the_liquidation_price_takes_the_whole_equity_and_books_the_d
     assert states[2].equity.item() == 0.0
     assert bar.net.item() == -1.0
     assert bar.pnl.item() == pytest.approx(-1.5)
-    assert bar.liquidation.item() == pytest.approx(fee)
+    assert bar.costs["liquidation"].item() == pytest.approx(fee)
     assert bar.shortfall.item() == pytest.approx(0.5 + fee)
     assert bar.turnover.item() == 0.0
     assert states[2].weights.item() == 0.0
@@ -99,7 +99,7 @@ def test_funding_that_eats_the_margin_closes_the_account_at_the_close(
     states, (entered, bar) = trade(market, one_bar(10.0).expand(2, 1, 1))
     assert not entered.liquidated.item()
     assert bar.liquidated.item()
-    assert bar.funding.item() == pytest.approx(0.38)
+    assert bar.costs["funding"].item() == pytest.approx(0.38)
     assert bar.pnl.item() == pytest.approx(-0.5)
     assert states[2].equity.item() == pytest.approx(0.12 - FEE * 9.5)
 
@@ -112,7 +112,7 @@ def test_interest_beyond_the_equity_closes_the_account_at_the_close(
     panel = hand_panel(open=[100, 100], frequency_ms=7 * 24 * 3_600_000)
     states, (bar,) = trade(build_market(panel, config, dtype=torch.float64), one_bar(100.0))
     assert bar.liquidated.item()
-    assert bar.borrow.item() == pytest.approx(99 * 7 / 365.25)
+    assert bar.costs["borrow"].item() == pytest.approx(99 * 7 / 365.25)
     assert bar.shortfall.item() == pytest.approx(99 * 7 / 365.25 - 1)
     assert states[1].equity.item() == 0.0
 
@@ -123,7 +123,7 @@ def test_an_account_closed_inside_the_bar_never_comes_to_its_funding(
     panel = hand_panel(open=[100, 100], low=[100, 80], funding=[0, 0.01], frequency_ms=8 * 3_600_000)
     _, (bar,) = trade(build_market(panel, margin_config, dtype=torch.float64), one_bar(10.0))
     assert bar.liquidated.item()
-    assert bar.funding.item() == 0.0
+    assert bar.costs["funding"].item() == 0.0
 
 
 def test_the_cost_of_the_fill_counts_against_the_margin(
@@ -134,7 +134,7 @@ def test_the_cost_of_the_fill_counts_against_the_margin(
     panel = hand_panel(open=[100, 100], close=[100, 130])
     states, (bar,) = trade(build_market(panel, config, dtype=torch.float64), one_bar(10.0))
     assert bar.liquidated.item()
-    assert bar.fee.item() == pytest.approx(0.5)
+    assert bar.costs["fee"].item() == pytest.approx(0.5)
     assert bar.pnl.item() == pytest.approx(0.0, abs=1e-12)
     assert states[1].equity.item() == pytest.approx(0.4)
 
@@ -176,4 +176,4 @@ def test_a_ruined_account_stays_at_zero_and_finite(
     panel = hand_panel(open=[100, 100, 50, 50, 60], close=[100, 100, 50, 55, 60])
     states, transitions = trade(build_market(panel, margin_config), one_bar(10.0).float().expand(4, 1, 1))
     assert [state.equity.item() for state in states] == [1, 1, 0, 0, 0]
-    assert all(cost.isfinite().all() for transition in transitions for cost in transition.costs().values())
+    assert all(cost.isfinite().all() for transition in transitions for cost in transition.costs.values())

@@ -145,7 +145,7 @@ def assert_equal_to_broker(panel: Panel, config: MarketConfig, seed: int, trade:
         before = ledger.equity(panel.close[bar - 1].tolist()) / config.capital
         equity = ledger.trade_bar(bar, target) / config.capital
         assert states[bar].equity.item() == pytest.approx(equity, rel=1e-10, abs=1e-13)
-        kinds = {**transition.costs(), "shortfall": transition.shortfall, "unfilled": transition.unfilled}
+        kinds = {**transition.costs, "shortfall": transition.shortfall, "unfilled": transition.unfilled}
         theirs = {**ledger.costs, "shortfall": ledger.shortfall, "unfilled": ledger.unfilled}
         for kind, amount in kinds.items():
             booked = amount.item() * before

@@ -16,7 +16,6 @@ from tailguard.data.panel import Panel
 from tailguard.market import MarketConfig, MarketState, Transition, build_market, open_accounts, step
 
 Trade = Callable[..., Any]
-NAMES = [field.name for field in fields(Transition)]
 COSTLY = MarketConfig(
     fee=0.001,
     half_spread=0.0005,
@@ -26,6 +25,12 @@ COSTLY = MarketConfig(
     leverage=8.0,
     maintenance_margin=0.01,
 )
+
+
+def amounts(transition: Transition) -> dict[str, torch.Tensor]:
+    """Every amount of a transition by name, costs among them."""
+    named = {field.name: getattr(transition, field.name) for field in fields(transition)}
+    return named.pop("costs") | named
 
 
 def random_targets(seed: int, bars: int, accounts: int, assets: int, leverage: float) -> torch.Tensor:
@@ -84,8 +89,8 @@ def test_growth_is_price_gain_less_every_cost(
     states, transitions = trade(build_market(panel, COSTLY, dtype=dtype), targets)
     rounding = 200 * torch.finfo(dtype).eps
     for before, after, bar in zip(states, states[1:], transitions, strict=False):
-        costs = bar.costs()
-        assert all(getattr(bar, name).isfinite().all() for name in NAMES)
+        costs = bar.costs
+        assert all(amount.isfinite().all() for amount in amounts(bar).values())
         assert all((cost >= 0).all() for kind, cost in costs.items() if kind != "funding" or funding is None)
         assert (bar.turnover >= 0).all()
         assert (bar.unfilled >= 0).all()
@@ -99,7 +104,7 @@ def test_growth_is_price_gain_less_every_cost(
         assert (after.equity >= 0).all()
         assert (after.weights[bar.liquidated] == 0).all()
         assert (after.equity[bar.shortfall > 0] == 0).all()
-        assert bar.liquidated[bar.liquidation > 0].all()
+        assert bar.liquidated[bar.costs["liquidation"] > 0].all()
         assert after.row.eq(before.row + 1).all()
 
 
@@ -115,7 +120,7 @@ def test_weights_are_position_values_over_equity(random_panel: Callable[..., Pan
     ]
     for held, bar in zip(units[2:], transitions[1:], strict=True):
         torch.testing.assert_close(held, units[1], rtol=1e-12, atol=0)
-        assert bar.turnover.item() == bar.fee.item() == bar.impact.item() == bar.unfilled.item() == 0
+        assert bar.turnover.item() == bar.costs["fee"].item() == bar.costs["impact"].item() == bar.unfilled.item() == 0
 
 
 def test_hold_leaves_alone_what_it_marks_and_nothing_else(random_panel: Callable[..., Panel]) -> None:
@@ -140,7 +145,7 @@ def test_a_flat_account_without_orders_does_not_change_by_a_bit(
     for state, bar in zip(states[1:], transitions, strict=True):
         assert torch.equal(state.equity, torch.ones(3, dtype=dtype))
         assert torch.equal(state.weights, torch.zeros(3, 2, dtype=dtype))
-        assert all((getattr(bar, name) == 0).all() for name in NAMES)
+        assert all((amount == 0).all() for amount in amounts(bar).values())
 
 
 def test_a_step_leaves_its_inputs_as_they_were(random_panel: Callable[..., Panel]) -> None:
@@ -195,8 +200,8 @@ def test_a_batch_equals_its_accounts_one_by_one_bit_for_bit(
         singles = [state for state, _ in stepped]
         for name in ("row", "equity", "weights"):
             assert torch.equal(getattr(batch, name), torch.cat([getattr(single, name) for single in singles])), name
-        for name in NAMES:
-            assert torch.equal(getattr(together, name), torch.cat([getattr(one, name) for _, one in stepped])), name
+        for name, amount in amounts(together).items():
+            assert torch.equal(amount, torch.cat([amounts(one)[name] for _, one in stepped])), name
         mixed_bars += 0 < int(together.liquidated.sum()) < accounts
     assert mixed_bars > 0
 
@@ -230,7 +235,7 @@ def test_a_compiled_step_equals_the_eager_one(random_panel: Callable[..., Panel]
         fused_state, fused = compiled(market, state, target)
         state, eager = step(market, state, target)
         pairs = [(getattr(fused_state, name), getattr(state, name)) for name in ("row", "equity", "weights")]
-        pairs += [(getattr(fused, name), getattr(eager, name)) for name in NAMES]
+        pairs += [(amount, amounts(eager)[name]) for name, amount in amounts(fused).items()]
         for actual, expected in pairs:
             torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         liquidated += int(eager.liquidated.sum())

@@ -8,20 +8,20 @@ import math
 import pytest
 
 import tailguard as tg
-from tailguard.algorithm.callbacks import EveryIteration
 from tailguard.errors import ConfigError
-from tailguard.monitor.console import ConsoleTable, number, table
+from tailguard.monitor.callbacks import EveryIteration
+from tailguard.monitor.writers import ConsoleTable, number, table
 
 
 def test_figures_are_grouped_and_aligned() -> None:
-    figures = {
+    metrics = {
         "train/loss": 0.123456,
         "rollout/ep_rew_mean": -21.5,
         "train/n_updates": 12.0,
         "time/total_timesteps": 1_048_576,
         "alone": 3.0,
     }
-    assert table(figures).splitlines() == [
+    assert table(metrics).splitlines() == [
         "-----------------------------------",
         "|                     |           |",
         "|     alone           |         3 |",

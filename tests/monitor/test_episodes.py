@@ -53,20 +53,20 @@ def test_returns_and_lengths_are_those_of_a_loop_however_the_rows_are_cut(
         assert tracker.kept[number % WINDOW].tolist() == pytest.approx(expected[number], rel=1e-6, abs=1e-6)
     assert tracker.kept[len(lasting) : WINDOW].isnan().all()
     means = np.mean(expected[-WINDOW:], axis=0) if expected else [math.nan] * 3
-    found = [float(tracker.figures()[name]) for name in ("return", "length", "pnl")]
+    found = [float(tracker.metrics()[name]) for name in ("return", "length", "pnl")]
     assert found == pytest.approx(list(means), rel=1e-6, abs=1e-6, nan_ok=True)
 
 
 def test_means_cover_the_last_hundred_episodes() -> None:
     tracker = EpisodeTracker(1, torch.device("cpu"))
-    assert all(figure.isnan() for figure in tracker.figures().values())
+    assert all(figure.isnan() for figure in tracker.metrics().values())
     ends = torch.ones(250, 1, dtype=torch.bool)
     tracker.add(torch.arange(250.0).unsqueeze(1), ends, ends, {})
     assert int(tracker.count) == 250
-    figures = tracker.figures()
-    assert float(figures["return"]) == pytest.approx(np.mean(np.arange(150, 250)))
-    assert float(figures["length"]) == 1.0
-    assert figures["pnl"].isnan()
+    metrics = tracker.metrics()
+    assert float(metrics["return"]) == pytest.approx(np.mean(np.arange(150, 250)))
+    assert float(metrics["length"]) == 1.0
+    assert metrics["pnl"].isnan()
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -74,9 +74,9 @@ def test_a_healthy_run_is_silent(bars: Any) -> None:
 @pytest.mark.parametrize("trunk", ["shared", "own"])
 def test_a_critic_that_has_stopped_learning(bars: Any, trunk: str) -> None:
     learner = make(bars, twin_critics=True, twin_trunk=trunk)
-    scale_gradients(learner.agent.critics[1], 0.0)
+    scale_gradients(learner.policy.critics[1], 0.0)
     if trunk == "own":
-        scale_gradients(learner.agent.trunks[2], 0.0)
+        scale_gradients(learner.policy.trunks[2], 0.0)
     metrics = run(learner, 6)
     assert metrics["critic/grad_norm_2"] == 0
     assert metrics["critic/grad_norm_1"] > 0
@@ -87,7 +87,7 @@ def test_a_critic_that_has_stopped_learning(bars: Any, trunk: str) -> None:
 
 def test_critics_a_hundred_times_apart(bars: Any) -> None:
     learner = make(bars, twin_critics=True)
-    scale_gradients(learner.agent.critics[0], 1e-3)
+    scale_gradients(learner.policy.critics[0], 1e-3)
     metrics = run(learner, 6)
     assert raised(learner) == ["critic_imbalanced"]
     assert metrics["critic/grad_ratio"] == pytest.approx(1000, rel=0.3)
@@ -95,14 +95,14 @@ def test_critics_a_hundred_times_apart(bars: Any) -> None:
 
 def test_critics_ten_times_apart_are_left_alone(bars: Any) -> None:
     learner = make(bars, twin_critics=True)
-    scale_gradients(learner.agent.critics[0], 0.1)
+    scale_gradients(learner.policy.critics[0], 0.1)
     run(learner, 6)
     assert learner.alarms == []
 
 
 def test_quantiles_that_stay_out_of_order(bars: Any) -> None:
     learner = make(bars, distribution_coef=0.0)
-    head = learner.agent.each_critic()[0].distribution
+    head = learner.policy.each_critic()[0].distribution
     assert head is not None
     with torch.no_grad():
         head.layer.bias.copy_(torch.linspace(1, -1, 8))
@@ -124,7 +124,7 @@ def test_quantiles_that_stand_close_may_change_places() -> None:
 def test_an_lstm_that_says_nothing(bars: Any) -> None:
     learner = make(bars, learning_rate=1e-12)
     with torch.no_grad():
-        for parameter in learner.agent.each_trunk()[0].memory.parameters():
+        for parameter in learner.policy.each_trunk()[0].memory.parameters():
             parameter.zero_()
     run(learner, 6)
     (alarm,) = learner.alarms
@@ -134,7 +134,7 @@ def test_an_lstm_that_says_nothing(bars: Any) -> None:
 
 def test_an_lstm_that_no_gradient_reaches(bars: Any) -> None:
     learner = make(bars)
-    scale_gradients(learner.agent.each_trunk()[1].memory, 0.0)
+    scale_gradients(learner.policy.each_trunk()[1].memory, 0.0)
     run(learner, 6)
     (alarm,) = learner.alarms
     assert alarm.name == "lstm_dead"
@@ -143,7 +143,7 @@ def test_an_lstm_that_no_gradient_reaches(bars: Any) -> None:
 
 def test_an_lstm_at_its_limits(bars: Any) -> None:
     learner = make(bars, learning_rate=1e-12)
-    (cell,) = learner.agent.each_trunk()[1].memory.cells  # type: ignore[union-attr]
+    (cell,) = learner.policy.each_trunk()[1].memory.cells  # type: ignore[union-attr]
     with torch.no_grad():
         cell.bias_ih.fill_(20.0)  # all gates open, the cell grows by one a step
     metrics = run(learner, 6)
@@ -206,7 +206,7 @@ class Constant:
 def test_rewards_without_any_signal() -> None:
     learner = DistributionalPPO(Constant(), **(SMALL | {"gamma": 1e-9, "value_coef": 0.0}))
     with torch.no_grad():
-        learner.agent.each_critic()[0].value.layer.weight.zero_()
+        learner.policy.each_critic()[0].value.layer.weight.zero_()
     metrics = run(learner, 2)
     assert "constant_advantages" in raised(learner)
     assert metrics["warn/constant_advantages"] == 2
@@ -217,7 +217,7 @@ def test_a_discrete_policy_that_no_longer_explores() -> None:
 
     learner = DistributionalPPO(Constant(growth=1.001, sizes=Discrete((3, 2))), **SMALL)
     with torch.no_grad():
-        learner.agent.action_head.linear.bias.copy_(torch.tensor([20.0, 0, 0, 20.0, 0]))  # type: ignore[union-attr, operator]
+        learner.policy.action_head.linear.bias.copy_(torch.tensor([20.0, 0, 0, 20.0, 0]))  # type: ignore[union-attr, operator]
     run(learner, 5)
     assert "entropy_collapsed" in raised(learner)
 
@@ -229,7 +229,7 @@ def test_a_gradient_that_explodes(bars: Any) -> None:
     learner = make(bars)
     run(learner, 8)
     assert learner.alarms == []
-    scale_gradients(learner.agent, 1e3)
+    scale_gradients(learner.policy, 1e3)
     run(learner, 1)
     assert raised(learner) == ["gradient_exploding"]
 
@@ -247,7 +247,7 @@ def test_an_agent_that_never_trades(bars: Any) -> None:
     """Long only, actions clipped, and a policy that wants to be short: it stays flat."""
     learner = make(bars, tg.MarketConfig(allow_short=False), squash=False, learning_rate=1e-12, std="state")
     with torch.no_grad():
-        learner.agent.action_head.linear.bias.copy_(torch.tensor([-50.0, 0.0]))  # type: ignore[union-attr, operator]
+        learner.policy.action_head.linear.bias.copy_(torch.tensor([-50.0, 0.0]))  # type: ignore[union-attr, operator]
     metrics = run(learner, 6)
     assert "never_trades" in raised(learner)
     assert metrics["data/turnover"] == 0
@@ -258,8 +258,8 @@ def test_an_agent_that_flips_at_every_bar(bars: Any) -> None:
     learner = make(bars, hidden=(), memory="none", learning_rate=1e-12, normalise_observations=False, log_std_init=-2.0)
     names = learner.env.task.observation_names  # type: ignore[attr-defined]
     with torch.no_grad():
-        learner.agent.action_head.linear.weight.zero_()  # type: ignore[union-attr, operator]
-        learner.agent.action_head.linear.weight[0, names.index("weight")] = -100.0  # type: ignore[union-attr, index]
+        learner.policy.action_head.linear.weight.zero_()  # type: ignore[union-attr, operator]
+        learner.policy.action_head.linear.weight[0, names.index("weight")] = -100.0  # type: ignore[union-attr, index]
     metrics = run(learner, 6)
     assert "always_flips" in raised(learner)
     assert metrics["data/flips"] > 0.9
@@ -302,7 +302,7 @@ def test_growth_that_is_only_there_in_training() -> None:
     (alarm,) = monitor.evaluated({"eval/growth": 2.1, "eval/gap": 5.0}, 200)
     assert (alarm.name, alarm.step) == ("memorised", 200)
     assert "+7.1 a year on the training bars and +2.1 on validation bars" in alarm.what
-    assert monitor.figures()["warn/memorised"] == 1
+    assert monitor.metrics()["warn/memorised"] == 1
     for growth, gap in ((3.0, 1.5), (1.1, 1.2), (2.0, 3.9), (0.1, 1.9), (2.0, -3.0)):
         healthy = HealthMonitor()
         for step in range(4):
@@ -327,18 +327,18 @@ def test_a_limit_that_cannot_be_met(bars: Any) -> None:
 
 def test_a_limit_broken_within_the_error_of_the_measurement_is_not_called_infeasible() -> None:
     """CVaR −4.4 % against −4 %: broken by 10 %, which an error of 0.3 % explains and one of 0.1 % does not."""
-    figures = {
+    metrics = {
         "risk/at_cap": 1.0, "risk/violation": 0.1, "risk/lambda": 10.0, "risk/cvar_realised": -0.044,
         "risk/mean_realised": 0.01, "risk/limit": -0.04, "risk/tail_outcomes": 50.0,
     }  # fmt: skip
-    assert risk_infeasible(figures | {"risk/cvar_error": 0.003}, {}) is None
-    assert "-4.40 ± 0.10 %" in (risk_infeasible(figures | {"risk/cvar_error": 0.001}, {}) or "")
+    assert risk_infeasible(metrics | {"risk/cvar_error": 0.003}, {}) is None
+    assert "-4.40 ± 0.10 %" in (risk_infeasible(metrics | {"risk/cvar_error": 0.001}, {}) or "")
 
 
 def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:
     """A critic that cannot learn and promises ten standard deviations more than there are."""
     learner = make(bars, risk=tg.RiskConfig(limit=-0.5, alpha=0.2), distribution_coef=0.0)
-    head = learner.agent.each_critic()[0].distribution
+    head = learner.policy.each_critic()[0].distribution
     assert head is not None
     with torch.no_grad():
         head.layer.bias.add_(10.0)
@@ -358,7 +358,7 @@ def test_a_budget_in_a_healthy_run_is_silent(bars: Any) -> None:
 
 
 def scripted(patience: int, after: int = 0) -> HealthMonitor:
-    check: Callable[..., str | None] = lambda figures, past: "bad" if figures["x"] else None  # noqa: E731, ARG005
+    check: Callable[..., str | None] = lambda metrics, past: "bad" if metrics["x"] else None  # noqa: E731, ARG005
     return HealthMonitor((Rule("scripted", check, "…", patience, after),))
 
 
@@ -367,7 +367,7 @@ def test_an_alarm_is_said_once_and_counted_from_then_on() -> None:
     said = [len(monitor.check({"x": x}, step)) for step, x in enumerate([1, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 1])]
     #          ignored ─┘  └ 2 in a row    3 in a row ┘  └ 4                       3 in a row ┘
     assert said == [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0]
-    assert monitor.figures()["warn/scripted"] == 3
+    assert monitor.metrics()["warn/scripted"] == 3
 
 
 def test_a_saved_monitor_goes_on() -> None:
@@ -448,7 +448,7 @@ class Amplifier:
         self.state = torch.zeros(4)
         return torch.zeros(4, 1)
 
-    def transition(self, before: Tensor, action: Tensor, chance: Tensor) -> tuple[Tensor, Step]:  # noqa: ARG002
+    def transition(self, before: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Step]:  # noqa: ARG002
         after = (4 * before + action[:, 0]).clamp(-1e6, 1e6)
         never, obs = torch.zeros(4, dtype=torch.bool), torch.zeros(4, 1)
         return after, Step(obs, after, never, never, obs, ~never)
@@ -469,7 +469,7 @@ class Amplifier:
 
 def test_a_gradient_that_explodes_on_its_way_back() -> None:
     learner = tg.PathwiseLearner(Amplifier(), n_steps=8, memory="none", hidden=(), critic="scalar", learning_rate=1e-6)
-    learner.state.carry = learner._begin()
+    learner.state.rollout_state = learner._begin()
     ratios = []
     for _ in range(6):
         learner.env.reset()
@@ -481,7 +481,7 @@ def test_a_gradient_that_explodes_on_its_way_back() -> None:
 
 def test_a_policy_at_its_bounds(bars: Any) -> None:
     learner = through_the_market(bars, learning_rate=1e-6)
-    learner.agent.action_head.linear.bias.data.fill_(10.0)  # type: ignore[operator, union-attr]
+    learner.policy.action_head.linear.bias.data.fill_(10.0)  # type: ignore[operator, union-attr]
     metrics = run(learner, 11)
     assert metrics["pathwise/saturated"] == 1.0
     assert "policy_saturated" in raised(learner)

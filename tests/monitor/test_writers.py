@@ -20,8 +20,8 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 import tailguard as tg
-from tailguard.algorithm.callbacks import Callback, EveryIteration
 from tailguard.errors import ConfigError, MissingExtraError, TailguardError
+from tailguard.monitor.callbacks import Callback, EveryIteration
 from tailguard.monitor.writers import JsonlWriter, MLflowWriter, TensorBoardWriter, WandbWriter
 
 STEPS = 128
@@ -37,7 +37,7 @@ class Witness(Callback):
         self.weights: dict[int, dict[str, np.ndarray]] = {}
 
     def on_iteration_end(self) -> None:
-        step, agent = self.model.num_timesteps, self.model.agent
+        step, agent = self.model.num_timesteps, self.model.policy
         self.metrics[step] = dict(self.model.metrics)
         self.actions[step] = agent.action_head.to_env(self.model.snapshot.rollout.actions).flatten(0, 1).numpy()
         self.weights[step] = {name: weight.detach().clone().numpy() for name, weight in agent.named_parameters()}
@@ -157,7 +157,7 @@ def test_every_figure_is_a_curve_against_steps(run: Run) -> None:
     for name in truth[STEPS]:
         found = events.Scalars(name)
         assert [point.step for point in found] == list(truth)
-        expected = np.float32([figures[name] for figures in truth.values()])
+        expected = np.float32([metrics[name] for metrics in truth.values()])
         np.testing.assert_array_equal(np.float32([point.value for point in found]), expected)
     scores = [(point.step, point.value) for point in events.Scalars("eval/mean_reward")]
     assert scores == [(2 * STEPS, 0.25), (4 * STEPS, 0.25), (6 * STEPS, 0.25)]
@@ -186,7 +186,7 @@ def test_a_scalar_critic_has_no_fan(make_agent: Callable[..., tg.DistributionalP
 
 def test_histograms_of_actions_and_weights_every_so_many_iterations(run: Run) -> None:
     events, witness = run.events, run.witness
-    weights = dict(run.agent.agent.named_parameters())
+    weights = dict(run.agent.policy.named_parameters())
     assert set(events.Tags()["histograms"]) == {"actions/0", *(f"weights/{name}" for name in weights)}
     for name in events.Tags()["histograms"]:
         found = events.Histograms(name)
@@ -232,7 +232,7 @@ def test_a_run_that_goes_on_leaves_one_curve(make_agent: Callable[..., tg.Distri
     events = read_events(tmp_path)
     truth = {step: first.metrics[step] for step in (STEPS, 2 * STEPS)} | second.metrics
     found = {point.step: point.value for point in events.Scalars("train/loss")}
-    assert found == {step: np.float32(figures["train/loss"]) for step, figures in truth.items()}
+    assert found == {step: np.float32(metrics["train/loss"]) for step, metrics in truth.items()}
     assert list(found) == [STEPS * (1 + index) for index in range(5)]
     assert [event.step for event in events.Histograms("actions/0")] == list(found)
 

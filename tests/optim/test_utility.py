@@ -342,7 +342,7 @@ def test_a_step_without_any_gradient_does_nothing() -> None:
     optimizer = UPGD([weight])
     assert optimizer.step() is None
     assert weight.item() == 3.0
-    assert optimizer.figures() == {}
+    assert optimizer.metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -397,10 +397,10 @@ def test_a_step_and_its_figures_never_look_at_a_value(kind: type[UtilityOptimize
     with NoLooking():
         optimizer.step()
         optimizer.step()
-        figures = optimizer.figures()
-    assert all(value.ndim == 0 for value in figures.values())
+        metrics = optimizer.metrics()
+    assert all(value.ndim == 0 for value in metrics.values())
     with pytest.raises(AssertionError, match="waits for the device"), NoLooking():
-        float(figures["upgd/gate_p50"])
+        float(metrics["upgd/gate_p50"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -444,10 +444,10 @@ def test_figures_of_the_hand_worked_step() -> None:
     weight.grad = torch.tensor([-1.0, 0.5, -1.0, 0.0], dtype=torch.float64)
     optimizer.step()
     optimizer.zero_grad()
-    figures = {name: value.item() for name, value in optimizer.figures().items()}
+    metrics = {name: value.item() for name, value in optimizer.metrics().items()}
     noise = 0.25 * math.sqrt(BEST**2 + 2 * WORST**2 + 0.25)
     signal = math.sqrt(BEST**2 + (0.5 * WORST) ** 2 + WORST**2)
-    assert figures == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "upgd/gate_p05": BEST,
             "upgd/gate_p50": WORST,
@@ -469,7 +469,7 @@ def test_figures_agree_with_numpy_over_groups(kind: type[UtilityOptimizer]) -> N
         -part / weight.detach() for part, weight in zip(utilities.split([301, 700]), (first, second), strict=True)
     )
     optimizer.step()
-    found = {name: value.item() for name, value in optimizer.figures().items()}
+    found = {name: value.item() for name, value in optimizer.metrics().items()}
     gate = torch.sigmoid(-utilities / utilities.max())
     for rank in (5, 50, 95):
         assert found[f"upgd/gate_p{rank:02d}"] == pytest.approx(
@@ -490,6 +490,6 @@ def test_figures_stay_defined_without_signal_or_noise() -> None:
     optimizer = UPGD([weight], sigma=0.0)
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
-    assert optimizer.figures()["upgd/noise_to_step"].item() == 0
+    assert optimizer.metrics()["upgd/noise_to_step"].item() == 0
     optimizer.param_groups[0]["sigma"] = 0.1
-    assert optimizer.figures()["upgd/noise_to_step"].item() > 1e6
+    assert optimizer.metrics()["upgd/noise_to_step"].item() > 1e6

@@ -110,9 +110,9 @@ def test_one_mean_a_weight_gives_what_two_averages_an_element_would(steps: int, 
     scaler = VarianceGradientScaler(parameters, beta=beta, warmup_steps=1, max_nsr=1e12)
     observe(scaler, ([torch.tensor(part[t]) for part in stream] for t in range(steps)))
     expected = np.array([by_definition(part.reshape(steps, -1), beta) for part in stream])
-    ratio, figures = scaler.get_normalized_variance(), scaler.figures()
-    assert figures["vgs/noise"].item() == pytest.approx(expected[:, 0].sum(), rel=1e-9)
-    assert figures["vgs/signal"].item() == pytest.approx(expected[:, 1].sum(), rel=1e-9)
+    ratio, metrics = scaler.get_normalized_variance(), scaler.metrics()
+    assert metrics["vgs/noise"].item() == pytest.approx(expected[:, 0].sum(), rel=1e-9)
+    assert metrics["vgs/signal"].item() == pytest.approx(expected[:, 1].sum(), rel=1e-9)
     capped = np.minimum(expected[:, 0] / np.maximum(expected[:, 1], 1e-300), 1e12)
     np.testing.assert_allclose(ratio.per_tensor.numpy(), capped, rtol=1e-7)
     assert ratio.total.item() == pytest.approx(expected[:, 0].sum() / max(expected[:, 1].sum(), 1e-300), rel=1e-9)
@@ -168,11 +168,11 @@ def test_noise_that_cancels_across_elements_is_still_noise(order: str) -> None:
         coin = torch.tensor([1, -1]).repeat(750)
     scaler = VarianceGradientScaler(make_parameters((1_000,)), beta=0.99, min_scale=0.05, max_nsr=1e9)
     observe(scaler, ((2.0 * toss * signs,) for toss in coin))
-    figures = scaler.figures()
+    metrics = scaler.metrics()
     # V is 4, and alternating signs leave |M| = 2c with c = (1 − β)/(1 + β): the estimate is 4 (1 − c²)/(1 − c).
     truth, tolerance = (4 * (1 + 0.01 / 1.99), 1e-5) if order == "alternating" else (4.0, 0.01)
-    assert figures["vgs/noise"].item() / 1_000 == pytest.approx(truth, rel=tolerance)
-    assert figures["vgs/nsr"].item() > 50
+    assert metrics["vgs/noise"].item() / 1_000 == pytest.approx(truth, rel=tolerance)
+    assert metrics["vgs/nsr"].item() > 50
     assert scaler.get_scaling_factor().item() == 0.05
 
 
@@ -195,8 +195,8 @@ def test_a_sine_is_noise_as_far_as_it_is_faster_than_the_memory(period: int, bet
         left = (1 - beta) / (1 + beta) * (1 + beta**steps) / (1 - beta**steps)
         noise = (1 - response) / (1 - left) / 2
         signal = response / 2 - left * noise
-        assert scaler.figures()["vgs/noise"].item() / size == pytest.approx(noise, rel=1e-9)
-        assert scaler.figures()["vgs/signal"].item() / size == pytest.approx(signal, rel=1e-6, abs=1e-12)
+        assert scaler.metrics()["vgs/noise"].item() / size == pytest.approx(noise, rel=1e-9)
+        assert scaler.metrics()["vgs/signal"].item() / size == pytest.approx(signal, rel=1e-6, abs=1e-12)
         ratio = scaler.get_normalized_variance().total.item()
         assert ratio == pytest.approx(noise / signal, rel=1e-5) if signal > 0 else ratio == 1e9
     if period == 3:
@@ -213,9 +213,9 @@ def test_the_estimate_is_unbiased_from_the_second_gradient_on() -> None:
     for steps, gradients in enumerate(noisy(1.0, 2.0, runs, 10), start=1):
         observe(scaler, [gradients])
         if steps >= 2:
-            figures = scaler.figures()
-            assert figures["vgs/noise"].item() / runs == pytest.approx(4.0, rel=0.008)  # five standard errors at t = 2
-            assert figures["vgs/signal"].item() / runs == pytest.approx(1.0, abs=0.03)
+            metrics = scaler.metrics()
+            assert metrics["vgs/noise"].item() / runs == pytest.approx(4.0, rel=0.008)  # five standard errors at t = 2
+            assert metrics["vgs/signal"].item() / runs == pytest.approx(1.0, abs=0.03)
     assert scaler.get_scaling_factor().item() == pytest.approx(0.2, rel=0.03)
 
 
@@ -273,8 +273,8 @@ def test_adams_averages_need_the_correction_for_the_noise_in_the_mean() -> None:
     state = optimizer.state[scaler.parameters[0]]
     mean, square = state["exp_avg"] / (1 - 0.9**300), state["exp_avg_sq"] / (1 - 0.999**300)
     assert (square - mean.square()).mean().item() == pytest.approx(4 * (1 - 0.1 / 1.9), rel=0.005)
-    assert scaler.figures()["vgs/noise"].item() / size == pytest.approx(4.0, rel=0.005)
-    assert scaler.figures()["vgs/signal"].item() / size == pytest.approx(1.0, rel=0.03)
+    assert scaler.metrics()["vgs/noise"].item() / size == pytest.approx(4.0, rel=0.005)
+    assert scaler.metrics()["vgs/signal"].item() / size == pytest.approx(1.0, rel=0.03)
     assert not scaler._means
 
 
@@ -282,8 +282,8 @@ def test_adams_averages_need_the_correction_for_the_noise_in_the_mean() -> None:
 def test_adams_averages_are_unbiased_from_the_second_gradient_on(steps: int) -> None:
     size = 400_000
     _, scaler = adam_after(noisy(1.0, 2.0, size, steps), (0.9, 0.999), size)
-    assert scaler.figures()["vgs/noise"].item() / size == pytest.approx(4.0, rel=0.012)
-    assert scaler.figures()["vgs/signal"].item() / size == pytest.approx(1.0, abs=0.05)
+    assert scaler.metrics()["vgs/noise"].item() / size == pytest.approx(4.0, rel=0.012)
+    assert scaler.metrics()["vgs/signal"].item() / size == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW, NAdam, RAdam, AdaptiveUPGD, UPGDW])
@@ -296,7 +296,7 @@ def test_an_optimisers_averages_with_equal_betas_are_the_scalers_own(make: Calla
         give(borrowed.parameters, present)
         optimizer.step()
     borrowed.update_statistics()
-    torch.testing.assert_close(borrowed.figures(), own.figures(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(borrowed.metrics(), own.metrics(), rtol=1e-4, atol=0)
     torch.testing.assert_close(
         borrowed.get_normalized_variance().per_tensor, own.get_normalized_variance().per_tensor, rtol=1e-4, atol=0
     )
@@ -379,13 +379,13 @@ def test_figures_are_tensors_with_the_numbers_of_the_last_update() -> None:
     scaler = VarianceGradientScaler(parameters, beta=0.9, warmup_steps=1, granularity="per_tensor")
     streams = [noisy(1.0, noise, size, 30, seed=size) for noise, size in ((0.5, 200), (1.0, 100), (2.0, 50))]
     observe(scaler, ([stream[t][0] for stream in streams] for t in range(30)))
-    figures, ratio = scaler.figures(), scaler.get_normalized_variance()
-    assert all(isinstance(value, Tensor) and value.ndim == 0 for value in figures.values())
-    assert figures["vgs/nsr"].item() == (figures["vgs/noise"] / figures["vgs/signal"]).item()
-    assert figures["vgs/nsr_median"].item() == ratio.per_tensor[1].item() == pytest.approx(1.0, rel=0.3)
-    assert figures["vgs/nsr_max"].item() == ratio.per_tensor[2].item() == pytest.approx(4.0, rel=0.3)
+    metrics, ratio = scaler.metrics(), scaler.get_normalized_variance()
+    assert all(isinstance(value, Tensor) and value.ndim == 0 for value in metrics.values())
+    assert metrics["vgs/nsr"].item() == (metrics["vgs/noise"] / metrics["vgs/signal"]).item()
+    assert metrics["vgs/nsr_median"].item() == ratio.per_tensor[1].item() == pytest.approx(1.0, rel=0.3)
+    assert metrics["vgs/nsr_max"].item() == ratio.per_tensor[2].item() == pytest.approx(4.0, rel=0.3)
     expected = sum(1 / (1 + value) for value in ratio.per_tensor.tolist()) / 3
-    assert figures["vgs/scale"].item() == pytest.approx(expected, rel=1e-12)
+    assert metrics["vgs/scale"].item() == pytest.approx(expected, rel=1e-12)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def test_statistics_know_nothing_of_scaling_and_clipping(name: str) -> None:
         nn.utils.clip_grad_norm_(scaler.parameters, 0.1)
         scaler.optimizer_step()
     assert scaler.get_scaling_factor().item() < 0.8
-    torch.testing.assert_close(scaler.figures(), raw.figures(), rtol=0, atol=0)
+    torch.testing.assert_close(scaler.metrics(), raw.metrics(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("granularity", ["global", "per_tensor"])
@@ -623,7 +623,7 @@ def test_a_tensor_without_a_gradient_keeps_its_own_clock_and_has_no_part_in_the_
         if not comes or step // 3 < 10:  # a tensor in its warm-up has no part in it either
             assert ratio.total.item() == expected[0]
         else:
-            noise, signal = ([part.figures()[f"vgs/{name}"] for part in (alone, other)] for name in ("noise", "signal"))
+            noise, signal = ([part.metrics()[f"vgs/{name}"] for part in (alone, other)] for name in ("noise", "signal"))
             assert ratio.total.item() == pytest.approx((sum(noise) / sum(signal)).item(), rel=1e-12)
     assert expected[1] > 5 * expected[0]
 
@@ -687,7 +687,7 @@ def test_a_restored_run_goes_on_bit_for_bit(name: str, moments: str, granularity
     assert not any(torch.equal(a, b) for a, b in zip(middle, end, strict=True))
     for mine, theirs in zip(again.run(20, 40), end, strict=True):
         assert torch.equal(mine, theirs)
-    torch.testing.assert_close(again.scaler.figures(), whole.scaler.figures(), rtol=0, atol=0)
+    torch.testing.assert_close(again.scaler.metrics(), whole.scaler.metrics(), rtol=0, atol=0)
 
 
 def test_a_saved_state_is_a_copy_of_plain_tensors() -> None:
@@ -747,7 +747,7 @@ def test_a_step_reads_no_value_from_the_device(name: str, moments: Any, granular
         for _ in range(3):
             give(parameters, [torch.randn(4, 3), torch.randn(5), None])
             scaler.step()
-            scaler.figures()
+            scaler.metrics()
     with pytest.raises(AssertionError, match="_local_scalar_dense"), NoReading():
         scaler.get_scaling_factor().sum().item()
 
@@ -764,7 +764,7 @@ def test_statistics_and_scaling_compile_into_one_graph(granularity: Any) -> None
         for scaler, act in ((eager, eager.step), (compiled, step)):
             give(scaler.parameters, present)
             act()
-        torch.testing.assert_close(compiled.figures(), eager.figures())
+        torch.testing.assert_close(compiled.metrics(), eager.metrics())
         assert all(
             torch.allclose(a.grad, b.grad)  # type: ignore[arg-type]
             for a, b in zip(eager.parameters, compiled.parameters, strict=True)
@@ -815,7 +815,7 @@ def test_a_recorded_cuda_graph_steps_like_eager(name: str, granularity: Any) -> 
         eager.step()
         fill(recorded, step)
         graph.replay()
-    torch.testing.assert_close(recorded.figures(), eager.figures())
+    torch.testing.assert_close(recorded.metrics(), eager.metrics())
     assert eager.get_scaling_factor().max().item() < 1
     for mine, theirs in zip(recorded.parameters, eager.parameters, strict=True):
         torch.testing.assert_close(mine, theirs)

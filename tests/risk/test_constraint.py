@@ -55,14 +55,14 @@ def test_the_tail_of_a_normal_is_that_of_the_closed_form() -> None:
     assert objective[1] < min(objective[0], objective[2])
 
 
-# --- the price -------------------------------------------------------------------------------------------------------
+# --- the multiplier --------------------------------------------------------------------------------------------------
 
 
 def walk(violations: list[float], config: RiskConfig = BUDGET, integral: float = 0.0) -> list[tuple[float, float]]:
     dual, seen = Dual(number(0.0), number(integral), number(violations[0])), []
     for violation in violations:
         dual = dual_step(dual, number(violation), config)
-        seen.append((float(dual.price), float(dual.integral)))
+        seen.append((float(dual.multiplier), float(dual.integral)))
     return seen
 
 
@@ -83,10 +83,10 @@ def test_a_large_violation_adds_to_the_integral_only_while_it_does_not_shrink() 
 def test_at_its_cap_the_price_does_not_wind_up_and_falls_back_in_finite_time() -> None:
     config = RiskConfig(limit=-0.25, margin=0.0, kp=0.5, ki=0.02, lambda_max=2.0)
     up = walk([0.4] * 500, config)
-    assert max(price for price, _ in up) == 2.0
+    assert max(multiplier for multiplier, _ in up) == 2.0
     assert up[-1][1] <= 2.0 - 0.5 * 0.4 + 0.02  # stopped gathering where λ reached the cap
     down = walk([-1.0] * 100, config, integral=up[-1][1])
-    first = next(index for index, (price, _) in enumerate(down) if price == 0)
+    first = next(index for index, (multiplier, _) in enumerate(down) if multiplier == 0)
     # λ = I − 0.5 − 0.02·k: from I ≈ 1.81 it takes 66 updates to 0, and the integral goes on to 0 after 91.
     assert first == pytest.approx((up[-1][1] - 0.5) / 0.02, abs=2)
     assert down[-1] == (0.0, 0.0)
@@ -104,10 +104,10 @@ def test_before_the_tail_holds_enough_outcomes_the_price_stands_still() -> None:
     bad = np.full(399, 0.9)
     observe(constraint, bad)
     assert not bool(constraint.ready)
-    assert float(constraint.price) == 0
+    assert float(constraint.multiplier) == 0
     observe(constraint, bad[:1])
     assert bool(constraint.ready)
-    assert float(constraint.price) == pytest.approx(0.5 + 0.02)
+    assert float(constraint.multiplier) == pytest.approx(0.5 + 0.02)
 
 
 def test_the_mean_excess_and_the_threshold_make_the_shortfall() -> None:
@@ -138,10 +138,10 @@ def test_the_expected_excess_is_that_of_a_normal(loss: float) -> None:
 def test_advantages_are_mixed_at_the_price() -> None:
     """λ = 0.5, limit 0.25: (1 − 0.5 · 0.25 · 2)/1.5 = 0.5."""
     constraint = CVaRConstraint(replace(BUDGET, window=400))
-    constraint.price.fill_(0.5)
+    constraint.multiplier.fill_(0.5)
     mixed = constraint.combine(torch.tensor([1.0]), torch.tensor([2.0]))
     assert float(mixed) == pytest.approx(0.5)
-    constraint.price.zero_()
+    constraint.multiplier.zero_()
     assert float(constraint.combine(torch.tensor([1.0]), torch.tensor([2.0]))) == 1.0
 
 
@@ -152,8 +152,8 @@ def test_the_margin_moves_the_target_inside_the_limit() -> None:
     for margin in (0.0, 0.1):
         constraint = CVaRConstraint(RiskConfig(limit=-0.25, margin=margin))
         observe(constraint, losses)
-        prices.append(float(constraint.price))
-        assert float(constraint.figures()["risk/violation"]) == 0
+        prices.append(float(constraint.multiplier))
+        assert float(constraint.metrics()["risk/violation"]) == 0
     assert prices == [0.0, pytest.approx(0.5 * 0.08 + 0.02 * 0.08)]
 
 
@@ -161,18 +161,18 @@ def test_figures_are_returns_in_the_users_units() -> None:
     constraint = CVaRConstraint(replace(BUDGET, window=400))
     losses = np.concatenate((np.full(380, -0.01), np.full(20, 0.3)))
     observe(constraint, losses)
-    figures = {name: float(value) for name, value in constraint.figures().items()}
-    assert figures["risk/cvar_realised"] == pytest.approx(-0.3)
-    assert figures["risk/mean_realised"] == pytest.approx(-losses.mean())
-    assert figures["risk/limit"] == -0.25
-    assert figures["risk/violation"] == pytest.approx(0.2)
+    metrics = {name: float(value) for name, value in constraint.metrics().items()}
+    assert metrics["risk/cvar_realised"] == pytest.approx(-0.3)
+    assert metrics["risk/mean_realised"] == pytest.approx(-losses.mean())
+    assert metrics["risk/limit"] == -0.25
+    assert metrics["risk/violation"] == pytest.approx(0.2)
 
 
 def test_a_penalty_is_a_price_that_stays() -> None:
     constraint = CVaRConstraint(RiskConfig(penalty=0.7))
     observe(constraint, np.full(400, 0.9))
-    assert float(constraint.price) == 0.7
-    assert "risk/limit" not in constraint.figures()
+    assert float(constraint.multiplier) == 0.7
+    assert "risk/limit" not in constraint.metrics()
     assert float(constraint.combine(torch.tensor([1.0]), torch.tensor([0.5]))) == pytest.approx((1 - 0.35) / 1.7)
 
 
@@ -235,13 +235,13 @@ def test_the_window_knows_its_sampling_error(count: int) -> None:
 def test_a_large_violation_does_not_stand_while_the_price_creeps() -> None:
     """At PPO's gains, five times the limit drives λ from 0 to its cap in 41 updates; with noise, in less than 150."""
     config, dual, updates = RiskConfig(limit=-0.02), Dual(number(0.0), number(0.0), number(4.0)), 0
-    while dual.price < 10:
+    while dual.multiplier < 10:
         dual = dual_step(dual, number(4.0), config)
         updates += 1
     # I grows as 0.02·(1.1ⁿ − 1)/0.1; the proportional part adds 0.5 at once.
     assert updates == math.ceil(math.log1p(9.5 * 0.1 / 0.02) / math.log(1.1))
     draw, dual, updates = np.random.default_rng(0), Dual(number(0.0), number(0.0), number(4.0)), 0
-    while dual.price < 10:
+    while dual.multiplier < 10:
         dual = dual_step(dual, number(4 * math.exp(0.3 * draw.standard_normal())), config)
         updates += 1
     assert 41 < updates < 150

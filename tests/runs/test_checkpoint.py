@@ -19,7 +19,7 @@ from tailguard.data.bars import Bars
 from tailguard.data.synthetic import make_market
 from tailguard.errors import CheckpointError
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
-from tailguard.runs.selection import Best, Evaluation
+from tailguard.runs.validation import BestScore, ValidationResult
 from tailguard.sealed import FORMAT, flat_tensors, read_sealed, write_sealed
 
 STEP = 48
@@ -47,7 +47,7 @@ def store(tmp_path: Path, agent: Any) -> CheckpointStore:
 def save_steps(store: CheckpointStore, agent: Any, scores: list[float | None]) -> None:
     for score in scores:
         agent.iterate()
-        store.save(agent, None if score is None else Evaluation(score, None, score))
+        store.save(agent, None if score is None else ValidationResult(score, None, score))
 
 
 def test_a_checkpoint_brings_the_agent_back(store: CheckpointStore, agent: Any, make_agent: Any) -> None:
@@ -92,14 +92,14 @@ def test_the_first_of_equal_scores_is_the_best(store: CheckpointStore, agent: An
 
 
 def test_a_checkpoint_tells_what_it_was_worth_and_how_long_ago_the_best_was(store: CheckpointStore, agent: Any) -> None:
-    worth = Evaluation(growth=1.5, cvar=-0.06, score=-1.0)
+    worth = ValidationResult(growth=1.5, cvar=-0.06, score=-1.0)
     agent.iterate()
     store.save(agent, worth)
     agent.iterate()
     store.save(agent, None, since_best=4)
     assert store.evaluation(STEP) == worth
     assert store.evaluation(2 * STEP) is None
-    assert store.best_before(2 * STEP) == Best(score=-1.0, since=4)
+    assert store.best_before(2 * STEP) == BestScore(score=-1.0, since=4)
 
 
 def test_a_restore_tells_what_has_changed_since(store: CheckpointStore, agent: Any, make_agent: Any) -> None:

@@ -30,7 +30,7 @@ def test_the_limit_binds_and_holds_in_years_that_nobody_has_seen(tmp_path: Path,
     result = run_demo(tmp_path / "demo", seed, Console(quiet=True))
     agent = result.agent
     assert isinstance(agent, Ensemble)
-    assert result.standing.budgets["agent"].horizon == 168
+    assert result.summary.budgets["agent"].horizon == 168
     assert result.results["agent"].equity[-1] > 1
     (part,) = episodes_on(agent.spec, tg.make_market(20 * 8_766, seed=9_000 + seed, signal=8.0).bars)
     calibrated, free = (part.trade(Ensemble(agent.members, exposure)) for exposure in (agent.exposure, 1.0))

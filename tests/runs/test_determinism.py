@@ -36,7 +36,7 @@ def iterations(agent: DistributionalPPO, count: int) -> Iterator[dict[str, Any]]
     """A hash of all weights after each iteration, and sums that can be compared with a tolerance."""
     for _ in range(count):
         figures = agent.iterate()
-        weights = torch.cat([parameter.detach().flatten().double() for parameter in agent.agent.parameters()])
+        weights = torch.cat([parameter.detach().flatten().double() for parameter in agent.policy.parameters()])
         yield {
             "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16],
             "mean_square": float(weights.square().mean()),

@@ -13,14 +13,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from tailguard.cli import main
 from tailguard.config import RunConfig, load_config, to_dict
 from tailguard.data.synthetic import make_market
 from tailguard.errors import TailguardError
-from tailguard.runs.folder import RunFolder
-from tailguard.runs.runner import prepare_members
+from tailguard.experiment.build import build
 
 fuzz = settings(
     max_examples=int(os.environ.get("TAILGUARD_FUZZ", "40")),
@@ -190,9 +188,7 @@ def test_any_settings(tmp_path_factory: pytest.TempPathFactory, changes: dict[tu
     (place / "run.yaml").write_text(yaml.safe_dump(settings))
     with contextlib.suppress(TailguardError):
         config = load_config(place / "run.yaml")
-        members, *_ = prepare_members(config, RunFolder(place), Console(quiet=True))
-        agent = members.first
-        agent.iterate()
+        build(config).learner.iterate()
 
 
 @given(text=st.text(max_size=60) | st.binary(max_size=60))

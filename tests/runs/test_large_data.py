@@ -45,7 +45,7 @@ from tailguard.errors import TailguardError
 from tailguard.memory import _kilobytes
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import train_members
-from tailguard.runs.runner import prepare_members
+from tailguard.runs.runner import build_members
 from tailguard.runs.validation import Validation
 
 settings, path, folder, room = sys.argv[1:]
@@ -56,9 +56,9 @@ resource.setrlimit(resource.RLIMIT_DATA, (used + int(room), -1))
 config, run, console = load_config(Path(settings), [f"data.path={path}"]), RunFolder(Path(folder)), Console()
 try:
     with run.claimed():
-        members, _, split, _ = prepare_members(config, run, console)
+        experiment, members = build_members(config, run, console)
         run.begin(config)
-        validation = Validation(members.first, split.validation)
+        validation = Validation(members.first, experiment.split.validation)
         train_members(members, run, validation, console, resume=False, again="", ask=lambda _: False)
 except TailguardError as error:
     sys.exit(str(error))

@@ -20,7 +20,9 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.cli import app
 from tailguard.config import RunConfig
 from tailguard.errors import ConfigError
-from tailguard.evaluate.trained import AGENT, open_run, split_of
+from tailguard.evaluate.baselines import AGENT
+from tailguard.experiment.build import split_market
+from tailguard.experiment.trained_run import open_run
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import cvar_bound
 from tailguard.runs.folder import RunFolder
@@ -53,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_config: Any) -> tup
 
 def test_each_member_trains_without_its_own_fold(config: RunConfig) -> None:
     bars = tg.make_market(2_500, seed=0, signal=30).bars
-    members = Members(config, split_of(config, bars).train, seed=4)
+    members = Members.on(config, split_market(config, bars).train, seed=4)
     folds, seeds = [], []
     for number in range(3):
         member = members.build(number)
@@ -77,8 +79,8 @@ def test_the_exposure_keeps_the_limit_on_what_no_member_has_seen(tmp_path: Path,
     """Trade every held-out episode again, and compute the tail and its bound from their outcomes."""
     config = small_config(*PATHWISE, "pathwise.learning_rate=0.1", "training.total_timesteps=2560")
     bars = tg.make_market(2_500, seed=0, signal=30).bars
-    split = split_of(config, bars)
-    members = Members(config, split.train, seed=0)
+    split = split_market(config, bars)
+    members = Members.on(config, split.train, seed=0)
     validation = Validation(members.first, split.validation)
     agent = train_members(
         members, RunFolder(tmp_path), validation, Console(quiet=True), resume=False, again="", ask=lambda _: False
@@ -158,8 +160,8 @@ def test_an_interrupted_run_resumes_with_the_member_that_was_interrupted(
     resumed = resume_run(folder, Console(quiet=True))
     assert resumed.agent.exposure == result.agent.exposure
     for one, two in zip(resumed.agent.members, result.agent.members, strict=True):
-        for name, weights in one.agent.state_dict().items():
-            assert torch.equal(weights, two.agent.state_dict()[name]), name
+        for name, weights in one.policy.state_dict().items():
+            assert torch.equal(weights, two.policy.state_dict()[name]), name
 
 
 def test_without_a_limit_one_agent_is_trained_on_all_bars(tmp_path: Path, small_config: Any) -> None:

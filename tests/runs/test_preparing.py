@@ -19,8 +19,8 @@ from tailguard.data.features import FEATURES, FeatureError, feature
 from tailguard.data.splits import Split
 from tailguard.envs.mapped_market import RowRanges, open_market
 from tailguard.errors import BarsError, BarsWarning, ConfigError, RunError
-from tailguard.evaluate.trained import bars_in_memory, split_of
 from tailguard.evaluate.trials import bars_hash
+from tailguard.experiment.build import load_bars_in_memory, split_market
 from tailguard.runs.checkpoint import CheckpointStore, data_hashes
 from tailguard.runs.preparing import prepare_market
 from tailguard.runs.runner import resume_run, train
@@ -58,8 +58,8 @@ def settings(*changes: str) -> RunConfig:
 def test_every_number_is_that_of_the_market_in_memory(files: Path, tmp_path: Path, name, accounts, rows) -> None:
     config = settings(f"data.path={files / name}.parquet", f"env.accounts={accounts}")
     market = prepare_market(config, tmp_path / "market", rows=rows)
-    bars = bars_in_memory(config)
-    split = split_of(config, bars)
+    bars = load_bars_in_memory(config)
+    split = split_market(config, bars)
     assert isinstance(split, Split)
     options = {"num_envs": 4, "episode_length": 100, "accounts": accounts}
     memory = tg.TradingEnv(split.train, features=config.data.features, **options)
@@ -107,7 +107,7 @@ def test_other_settings_than_it_was_prepared_with_are_refused_by_name(files: Pat
     for change in ("data.embargo=2d", "data.test=0.2", "data.features=[return_4]", "env.accounts=per_symbol"):
         name = change.partition("=")[0]
         with pytest.raises(ConfigError, match=f"{name}: .*was prepared with"):
-            split_of(settings(change), market)
+            split_market(settings(change), market)
     with pytest.raises(ConfigError, match=r"market\.impact: 0\.5 is requested.*prepared with 1\.0"):
         tg.TradingEnv(market, tg.MarketConfig(impact=0.5))
     with pytest.raises(ConfigError, match="holds float32"):
@@ -115,7 +115,8 @@ def test_other_settings_than_it_was_prepared_with_are_refused_by_name(files: Pat
     with pytest.raises(ConfigError, match="prepared with its own"):
         tg.TradingEnv(market, features=["return_4"])
     # What acts in the step may change.
-    assert tg.TradingEnv(market, tg.MarketConfig(fee=0.01, leverage=3.0)).task.market.rates.fee == pytest.approx(0.01)
+    env = tg.TradingEnv(market, tg.MarketConfig(fee=0.01, leverage=3.0))
+    assert env.task.market.rates.costs["fee"] == pytest.approx(0.01)
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_any_value_in_any_place_of_a_manifest_is_refused_or_can_be_traded(
             env = tg.TradingEnv(market, num_envs=2, episode_length=8)
             env.reset()
             env.step(torch.zeros(2, 1))
-            split_of(config, market)
+            split_market(config, market)
             assert len(market) > 0
             assert len(market.test) > 0
             market.verify()

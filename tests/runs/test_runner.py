@@ -13,11 +13,13 @@ from rich.console import Console
 
 import tailguard as tg
 from tailguard.errors import BarsError, ConfigError
-from tailguard.evaluate.baselines import BuyAndHold
-from tailguard.evaluate.standing import Budget, standing
-from tailguard.evaluate.table import budget_cell, growth, percent, print_standing, standing_columns
-from tailguard.evaluate.trained import AGENT, OPTIMUM, RANDOM
-from tailguard.runs.runner import RunResult, train, verdict
+from tailguard.evaluate.baselines import AGENT, OPTIMUM, RANDOM, BuyAndHold
+from tailguard.evaluate.budget import Budget
+from tailguard.evaluate.formatting import growth, percent
+from tailguard.evaluate.results_table import budget_cell, print_summary, summary_columns
+from tailguard.evaluate.summary import summarise
+from tailguard.runs.outcome import RunResult, outcome_in_words
+from tailguard.runs.runner import train
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def test_a_run_leaves_its_agent_config_and_figures(finished) -> None:
     assert lines[0]["rollout/ep_rew_mean"] is not None or lines[1]["rollout/ep_rew_mean"] is not None
     assert list((result.folder / "tensorboard").iterdir())
     loaded = tg.DistributionalPPO.load(result.folder / AGENT)
-    for mine, theirs in zip(result.agent.agent.parameters(), loaded.agent.parameters(), strict=True):
+    for mine, theirs in zip(result.agent.policy.parameters(), loaded.policy.parameters(), strict=True):
         np.testing.assert_array_equal(mine.detach().numpy(), theirs.detach().numpy())
 
 
@@ -54,13 +56,13 @@ def test_the_verdict_does_not_flatter(bars, finished) -> None:
     result, _ = finished
     losing = tg.backtest(np.where(np.arange(len(bars)) % 2, 1.0, -1.0)[:, None], bars)  # pays costs at every bar
     held = tg.backtest(BuyAndHold(), bars)
-    words = verdict(RunResult(result.folder, result.agent, standing({AGENT: losing, "buy & hold": held})))
+    words = outcome_in_words(RunResult(result.folder, result.agent, summarise({AGENT: losing, "buy & hold": held})))
     assert "lost" in words
     assert "do not trade it" in words
     assert "worse than buy & hold" in words
     assert "planted" not in words
     # A smaller loss than the market's is better, and still a loss.
-    small = verdict(RunResult(result.folder, result.agent, standing({AGENT: held, "buy & hold": losing})))
+    small = outcome_in_words(RunResult(result.folder, result.agent, summarise({AGENT: held, "buy & hold": losing})))
     assert "better than buy & hold" in small
 
 
@@ -68,7 +70,7 @@ def test_the_verdict_says_on_which_side_of_buy_and_hold_the_agent_is(bars, finis
     """The sign of the difference and the p-value of that side: 0.9 for being ahead is 0.1 for being behind."""
     result, _ = finished
     held = tg.backtest(BuyAndHold(), bars)
-    found = standing({AGENT: tg.backtest(BuyAndHold(0.5), bars), "buy & hold": held})
+    found = summarise({AGENT: tg.backtest(BuyAndHold(0.5), bars), "buy & hold": held})
     for estimate, p_value, words in (
         (
             -0.8,
@@ -80,7 +82,7 @@ def test_the_verdict_says_on_which_side_of_buy_and_hold_the_agent_is(bars, finis
         (0.8, 0.3, "Its Sharpe ratio is 0.80 above that of buy & hold, which is within noise (p = 0.3)"),
     ):
         told = replace(found.beaten["buy & hold"], estimate=estimate, p_value=p_value, resamples=2_000)
-        said = verdict(RunResult(result.folder, result.agent, replace(found, beaten={"buy & hold": told})))
+        said = outcome_in_words(RunResult(result.folder, result.agent, replace(found, beaten={"buy & hold": told})))
         assert words in said
         assert "ahead" not in said
 
@@ -89,22 +91,22 @@ def test_a_short_record_is_not_annualised(bars, finished) -> None:
     """1,199 hours are 50 days."""
     result, _ = finished
     held = tg.backtest(BuyAndHold(), bars)
-    found = standing({AGENT: held, "buy & hold": held})
+    found = summarise({AGENT: held, "buy & hold": held})
     total = percent(held.metrics["total_return"])
-    assert f"{total} in 50 days net of costs" in verdict(RunResult(result.folder, result.agent, found))
-    columns = standing_columns(found)
+    assert f"{total} in 50 days net of costs" in outcome_in_words(RunResult(result.folder, result.agent, found))
+    columns = summary_columns(found)
     assert columns["growth/50d"][AGENT] == total
     assert "growth/yr" not in columns
     # 50 days have 7.1 weeks, and 0.36 of the worst 5 %.
     assert columns["CVaR 5 %/wk"][AGENT] == "too short"
     year = replace(held, bars_per_year=float(len(held.net)))
-    assert standing_columns(standing({AGENT: year}))["growth/yr"][AGENT] == total
+    assert summary_columns(summarise({AGENT: year}))["growth/yr"][AGENT] == total
 
 
 def test_notes_stand_below_the_table(bars) -> None:
     result = tg.backtest(BuyAndHold(), bars)
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_standing(standing({AGENT: result}, notes=["mind [this]"]), "test", console)
+    print_summary(summarise({AGENT: result}, notes=["mind [this]"]), "test", console)
     assert console.export_text().splitlines()[-1] == "note     mind [this]"
 
 
@@ -140,10 +142,10 @@ def test_numbers_as_people_write_them() -> None:
 
 def test_the_table_fits_a_terminal_of_80_columns(bars) -> None:
     result = tg.backtest(BuyAndHold(), bars)
-    found = standing({AGENT: result, "moving-average cross": result}, Budget(-0.04, horizon="3d"))
+    found = summarise({AGENT: result, "moving-average cross": result}, Budget(-0.04, horizon="3d"))
     for width, shown in ((80, False), (160, True)):
         console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
-        print_standing(found, "test, net of costs", console)
+        print_summary(found, "test, net of costs", console)
         lines = console.export_text().splitlines()
         assert len(lines) == 3
         assert "…" not in "".join(lines)

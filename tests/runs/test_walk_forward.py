@@ -22,10 +22,10 @@ from tailguard.config import RunConfig, to_dict
 from tailguard.data.bars import Bars
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.trials import read_trials
-from tailguard.evaluate.walk_forward import Plan, WalkForward
+from tailguard.evaluate.walk_forward_results import WalkForwardPlan, WalkForwardResults
 from tailguard.runs.walk_forward import _claim, run_walk_forward
 
-PLAN = Plan(folds=2, seeds=2, train=1_400)
+PLAN = WalkForwardPlan(folds=2, seeds=2, train=1_400)
 MAIN = [sys.executable, "-c", "from tailguard.cli import main; main()"]
 QUIET = Console(quiet=True)
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def walked(config: RunConfig, market: Bars, folder: Path) -> WalkForward:
+def walked(config: RunConfig, market: Bars, folder: Path) -> WalkForwardResults:
     return run_walk_forward(config, market, folder, PLAN, QUIET)
 
 
@@ -60,7 +60,7 @@ def figures(place: Path) -> list[dict[str, Any]]:
 
 
 def test_finished_folds_are_kept_and_a_lost_one_is_trained_again(
-    walked: WalkForward, config: RunConfig, market: Bars, folder: Path
+    walked: WalkForwardResults, config: RunConfig, market: Bars, folder: Path
 ) -> None:
     kept = folder / "fold_1" / "seed_0" / "agent" / "manifest.json"
     lost = folder / "fold_2" / "seed_1"
@@ -79,7 +79,7 @@ def test_finished_folds_are_kept_and_a_lost_one_is_trained_again(
         np.testing.assert_array_equal(mine.equity, theirs.equity)
 
 
-def test_every_seed_is_a_trial_and_going_on_is_none(walked: WalkForward, folder: Path) -> None:
+def test_every_seed_is_a_trial_and_going_on_is_none(walked: WalkForwardResults, folder: Path) -> None:
     trials, unreadable = read_trials(folder.parent / "trials.jsonl")
     assert unreadable == []
     assert [trial.run for trial in trials] == ["run, seed 0", "run, seed 1"]
@@ -93,7 +93,7 @@ def test_a_killed_fold_goes_on_exactly(tmp_path: Path, small_config: Any) -> Non
     tg.make_market(2_000, seed=4, signal=20).save(tmp_path / "bars.parquet")
     steps = ("training.total_timesteps=3840", "training.checkpoint_steps=640")
     config = small_config(f"data.path={tmp_path / 'bars.parquet'}", *steps)
-    bars, plan = tg.load_bars(tmp_path / "bars.parquet"), Plan(folds=2)
+    bars, plan = tg.load_bars(tmp_path / "bars.parquet"), WalkForwardPlan(folds=2)
     run_walk_forward(config, bars, tmp_path / "runs" / "whole", plan, QUIET)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(to_dict(config)))
     command = [*MAIN, "train", "run.yaml", "--walk-forward", "--folds", "2", "--name", "killed"]
@@ -126,7 +126,7 @@ def test_other_settings_other_folders_and_damage_are_named(
     with pytest.raises(ConfigError, match=r"started with other settings: ppo\.gamma was 0\.99 and is 0\.9"):
         run_walk_forward(small_config("ppo.gamma=0.9"), market, folder, PLAN, QUIET)
     with pytest.raises(ConfigError, match="started with other sizes: folds was 2 and is 4"):
-        run_walk_forward(config, market, folder, Plan(folds=4, train=1_400), QUIET)
+        run_walk_forward(config, market, folder, WalkForwardPlan(folds=4, train=1_400), QUIET)
     with pytest.raises(ConfigError, match="started with other bars: sha256 was"):
         run_walk_forward(config, tg.make_market(2_500, seed=5).bars, folder, PLAN, QUIET)
     (tmp_path / "note.txt").write_text("mine")
@@ -143,7 +143,7 @@ def test_other_settings_other_folders_and_damage_are_named(
 
 def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig, tmp_path: Path) -> None:
     """Killed before each rename in turn: only the settings, only the plan, half-written files."""
-    plan = Plan(folds=2, train=1_400)
+    plan = WalkForwardPlan(folds=2, train=1_400)
     for left in ("settings.yaml", ".settings.yaml.77.partial", ".walk_forward.json.77.partial", ".lock"):
         folder = tmp_path / left.strip(".") / "run"
         folder.mkdir(parents=True)

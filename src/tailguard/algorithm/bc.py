@@ -14,7 +14,7 @@ from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.update import Batch
 from tailguard.errors import ConfigError
-from tailguard.models.agent import ActorCritic, AgentOutput
+from tailguard.models.policy import ActorCritic, PolicyOutput
 from tailguard.validate import check_range
 
 Teacher = Callable[[Tensor], Tensor]
@@ -60,7 +60,7 @@ class BehaviourCloning:
                 extra["bc/action"] = self.teacher(rollout.obs)
         return replace(batch, extra=batch.extra | extra)
 
-    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:
-        head = agent.action_head
+    def loss(self, policy: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:
+        head = policy.action_head
         taken = batch.actions if self.teacher is None else head.from_env(batch.extra["bc/action"])
-        return bc_loss(head.log_prob(output.parameters, taken), batch.extra["bc/weight"])
+        return bc_loss(head.log_prob(output.dist_params, taken), batch.extra["bc/weight"])

@@ -62,7 +62,7 @@ class PredictedReturns:
         self.known.copy_(known)
         self.ranks.add(torch.stack(ranks), torch.stack(counted))
 
-    def figures(self, alpha: float) -> dict[str, Tensor]:
+    def metrics(self, alpha: float) -> dict[str, Tensor]:
         """How far ranks are from uniform (Kolmogorov–Smirnov distance), and the share below α, which should be α."""
         ordered = torch.where(self.ranks.weights > 0, self.ranks.losses[:-1], torch.inf).sort().values
         count = self.ranks.filled.clamp(min=1)

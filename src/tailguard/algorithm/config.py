@@ -13,8 +13,8 @@ from tailguard.algorithm.runtime import RuntimeKind
 from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
 from tailguard.algorithm.value_losses import ClipMode, ValueClip
 from tailguard.errors import ConfigError
-from tailguard.models.agent import NetworkConfig
 from tailguard.models.critics import TwinMode
+from tailguard.models.policy import NetworkConfig
 from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGSConfig
 from tailguard.returns import AdvantageMode
 from tailguard.risk.config import RiskConfig
@@ -23,7 +23,6 @@ from tailguard.validate import check_choice, check_count, check_range
 WINDOW = 16
 """Bars of a window where nothing else asks for whole episodes."""
 OtherConfig = TypeVar("OtherConfig", bound="LearnerConfig")
-AdvantageKind = Literal["gae", "hindsight"]
 
 
 @dataclass(frozen=True)
@@ -218,9 +217,6 @@ class PPOConfig(LearnerConfig):
 
     epochs: int = 4
     """Passes over a rollout, 1 to 20."""
-    advantages: AdvantageKind = "gae"
-    """gae, or hindsight: the gain of an action over the policy's mean action in the same bars. Far less noisy, but
-    ignores the effect of an action on later ones; needs a market that does not react to orders: a TradingEnv."""
     clip_range: float | str = 0.2
     """ε of the clipped surrogate, a schedule; 0.05 to 0.4."""
     normalise_advantages: AdvantageMode = "global"
@@ -246,7 +242,6 @@ class PPOConfig(LearnerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count("ppo.epochs", self.epochs)
-        check_choice("ppo.advantages", self.advantages, get_args(AdvantageKind))
         check_choice("ppo.normalise_advantages", self.normalise_advantages, get_args(AdvantageMode))
         check_range("ppo.entropy_floor", self.entropy_floor, low=0)
         check_range("ppo.kl_penalty", self.kl_penalty, low=0)

@@ -102,8 +102,8 @@ class Ensemble:
 
     def make_throttle(self) -> Throttle | None:
         """A fresh throttle for an account that the ensemble trades; None where it has none."""
-        found = self.calibration
-        return Throttle(found.limit, found.alpha) if self.throttled and found is not None else None
+        calibration = self.calibration
+        return Throttle(calibration.limit, calibration.alpha) if self.throttled and calibration is not None else None
 
     def _combined(self, actions: Sequence[Tensor]) -> Tensor:
         mean = actions[0] if len(actions) == 1 else torch.stack(list(actions)).mean(0)
@@ -152,8 +152,8 @@ class Ensemble:
                 )
                 for member, pair in zip(about[MEMBERS], names, strict=True)
             ]
-            found = about["calibration"]
-            exposure = about["exposure"] if found is None else Exposure.from_dict(found)
+            calibration = about["calibration"]
+            exposure = about["exposure"] if calibration is None else Exposure.from_dict(calibration)
             return cls(members, exposure, throttled=bool(about["throttled"]))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{folder}: not the description of an ensemble: {error!r}") from error

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.rollout import Rollout
-from tailguard.models.agent import ActorCritic, AgentState, CriticOutput, ReturnCritic
 from tailguard.models.critics import TwinMode, combine_quantiles, combine_values, twin_pessimism
+from tailguard.models.policy import ActorCritic, CriticOutput, PolicyState, ReturnCritic
 from tailguard.returns import (
     RunningMoments,
     bootstrap_samples,
@@ -77,24 +77,24 @@ class Estimates:
 
 
 @torch.no_grad()
-def look(
-    agent: ActorCritic,
+def evaluate_critics(
+    policy: ActorCritic,
     rollout: Rollout,
     scale: RunningMoments,
     config: EstimateConfig,
     final_obs: Tensor | None = None,
-) -> tuple[tuple[CriticView, ...], AgentState]:
+) -> tuple[tuple[CriticView, ...], PolicyState]:
     """Let every critic read the rollout; returns what they said and the trunks' states after the last row.
 
     `final_obs`: the scaled successors, [K, N, O], to be given where their values need a gradient.
     """
     rows = list(rollout.final_rows)
     final_obs = rollout.scale(rollout.final_obs) if final_obs is None else final_obs
-    outputs, successors, after = agent.evaluate(
+    outputs, successors, after = policy.evaluate(
         rollout.scaled_obs, final_obs, rows, rollout.start_state, rollout.episode_start
     )
     views = []
-    for critic, output, following in zip(agent.each_critic(), outputs, successors, strict=True):
+    for critic, output, following in zip(policy.each_critic(), outputs, successors, strict=True):
         value, baseline, quantiles = _read(critic, output, scale, config)
         with torch.set_grad_enabled(final_obs.requires_grad):
             _, final_baseline, final_quantiles = _read(critic, following, scale, config)

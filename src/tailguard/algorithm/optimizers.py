@@ -72,10 +72,10 @@ def make_scaler(optimizer: torch.optim.Optimizer, config: LearnerConfig) -> Vari
     )
 
 
-def optimizer_figures(optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None) -> dict[str, Tensor]:
+def optimizer_metrics(optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None) -> dict[str, Tensor]:
     """`upgd/*` and `vgs/*`, as far as they are there."""
-    gates = optimizer.figures() if isinstance(optimizer, UtilityOptimizer) else {}
-    return gates | ({} if scaler is None else scaler.figures())
+    gates = optimizer.metrics() if isinstance(optimizer, UtilityOptimizer) else {}
+    return gates | ({} if scaler is None else scaler.metrics())
 
 
 def unless(stopped: Tensor, change: Callable[[], None], values: list[Tensor]) -> None:

@@ -13,26 +13,26 @@ of their tail exactly: ∇ES_α = −E[∇R | R ≤ VaR_α].
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
 from tailguard.algorithm.estimate import CriticView
-from tailguard.algorithm.learner import Learner, Prepared
-from tailguard.algorithm.nonfinite import check_rollout
-from tailguard.algorithm.rollout import Rollout, act_and_step, collect
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import Schedule
+from tailguard.algorithm.targets import Prepared
 from tailguard.algorithm.update import make_batch
 from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
-from tailguard.envs.protocol import Box, FunctionalEnv
+from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
 from tailguard.models.critics import combine_values
 from tailguard.risk.config import RiskConfig
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 SATURATED = 0.99
 """A squashed action this near to its bound has next to no slope left."""
-
-Structure = TypeVar("Structure")
 
 
 class PathwiseLearner(Learner):
@@ -83,23 +81,19 @@ class PathwiseLearner(Learner):
         accounts = as_vector_env(env, num_envs, device)
         check_differentiable(accounts)
         chosen = chosen.completed(risk, episode_length_of(accounts))
+        self.has_critics = bool(chosen.critic_epochs)
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
         super().__init__(
             accounts, chosen, seed=seed, device=device, risk=risk, verbose=verbose, tensorboard_log=tensorboard_log
         )
-        self.updates = CriticUpdates(self)
+        self.updates = CriticUpdates(self.context, chosen)
         self.set_hyper()
-
-    @property
-    def has_critics(self) -> bool:
-        """Whether critics learn and value the windows' ends. If not, they are not evaluated either."""
-        return bool(self.config.critic_epochs)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """The policy, and what only the critics read: they learn at rates of their own."""
-        policy = [*self.agent.each_trunk()[0].parameters(), *self.agent.action_head.parameters()]
+        policy = [*self.policy.each_trunk()[0].parameters(), *self.policy.action_head.parameters()]
         known = {id(parameter) for parameter in policy}
-        critics = [parameter for parameter in self.agent.parameters() if id(parameter) not in known]
+        critics = [parameter for parameter in self.policy.parameters() if id(parameter) not in known]
         return [{"params": policy}, {"params": critics, "lr": self.critic_learning_rate}]
 
     def set_hyper(self) -> None:
@@ -109,87 +103,55 @@ class PathwiseLearner(Learner):
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
-        state, runtime = self.state, self.runtime
-        if state.carry is None:
-            state.carry = self._begin()
-            runtime.forget()
-        self.set_hyper()
         self.updates.begin()
-        window = runtime.run(("window", self.return_moments.started), self._learn_policy)
+        window = self.runtime.run(("window", self.return_moments.started), self._learn_policy)
         # Acting and the policy's step are one pass through the window, so callbacks see it after both.
         wanted = on_rollout is None or on_rollout(window.rollout)
-        usable, batch = window.usable, window.prepared.batch
+        batch = window.prepared.batch
         if batch is not None and wanted:
-            batch = batch if self.agent.remembers else batch.rows_as_sequences()
+            batch = batch if self.policy.is_recurrent else batch.rows_as_sequences()
             self.updates.run(batch, window.rollout.inner_resets)
-        figures = runtime.run(("finish", usable), lambda: self._finish(window.rollout, window.prepared, usable))
-        report = self._read(window.rollout, figures)
-        self._take_steps(wanted, usable)
-        self.snapshot = window.prepared.snapshot(self.agent, window.rollout, state.carry)
-        return self._report(report)
+        return self._record(window.rollout, window.prepared, wanted=wanted, usable=window.usable)
 
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def _learn_policy(self) -> _Window:
         """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
         noise = self._noise()
-        traced = self._collect(noise)
+        traced = self._collect(noise=noise)
         rollout = detached(traced)
-        usable = check_rollout(rollout, self) if self.runtime.looks else True
+        usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
-        views, estimates, usable = self._estimate(rollout, usable, final_obs)
+        views, estimates, usable = self.targets.estimate(rollout, usable, final_obs)
         if not usable:
             return _Window(rollout, Prepared(estimates, None, {}), usable)
-        objective, figures = self._objective(traced, views, final_obs)
-        figures |= self._step(objective / self.return_moments.std.float(), traced, noise)
+        objective, metrics = self._objective(traced, views, final_obs)
+        metrics |= self._step(objective / self.return_moments.std.float(), traced, noise)
         if self.risk is not None:
-            figures |= self.risk.figures(rollout, estimates)
-        figures |= self._rescale_returns(rollout, estimates)
+            metrics |= self.risk.metrics(rollout, estimates)
+        metrics |= self.targets.rescale(rollout, estimates)
         batch = None
         if self.has_critics:
-            batch = make_batch(self.agent, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, figures), usable)
-
-    def _evaluate_critics(self, rollout: Rollout, final_obs: Tensor | None) -> tuple[CriticView, ...]:
-        return super()._evaluate_critics(rollout, final_obs) if self.has_critics else ()
+            batch = make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
+        return _Window(rollout, Prepared(estimates, batch, metrics), usable)
 
     def _noise(self) -> Tensor:
         """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
         shape = (self.config.n_steps, self.env.num_envs)
-        drawn = self.agent.action_head.draw(shape, self.generator)
+        drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
-
-    def _collect(self, noise: Tensor) -> Rollout:
-        """Act for one window, with everything that gradients need; what lives on has none."""
-        carry, env = self.state.carry, self.env
-        assert carry is not None
-        assert isinstance(env, FunctionalEnv)
-        standing = env.state
-        rollout, after = collect(
-            self.agent,
-            env,
-            carry,
-            self._observation_scale(),
-            self.config.n_steps,
-            self.generator,
-            self.runtime.compiled(act_and_step),
-            noise=noise,
-        )
-        self.state.carry = self.runtime.keep(carry, detached(after))
-        env.state = self.runtime.keep(standing, detached(env.state))
-        return rollout
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a window earns, and what its end is worth, less the price of its risk; mean over the accounts.
+        """What a window earns, and what its end is worth, less the weighted cost of its risk; mean over the accounts.
 
         `rollout` carries the gradient. `final_obs` is what the critics' values of the successors depend on.
         """
         gamma = self.config.gamma
         discount = discounts(rollout.ended, gamma)
         earned = (discount * rollout.rewards).sum(0).mean()
-        figures = {"pathwise/earned": earned.detach()}
+        metrics = {"pathwise/earned": earned.detach()}
         objective = earned
         if self.has_critics:
             rows = list(rollout.final_rows)
@@ -201,27 +163,26 @@ class PathwiseLearner(Learner):
             (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
             to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]
             objective = objective + to_come
-            figures["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
+            metrics["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
         if self.risk is not None:
-            costs, _ = self.risk.costs(rollout)
-            cost = costs.sum(0).mean()
-            figures["pathwise/cost"] = cost.detach()
+            cost = self.risk.costs(rollout).sum(0).mean()
+            metrics["pathwise/cost"] = cost.detach()
             objective = self.risk.constraint.combine(objective, cost)
-        return objective, figures
+        return objective, metrics
 
     def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
-        """Move the policy up the gradient of the objective; returns figures of the gradient through time."""
+        """Move the policy up the gradient of the objective; returns metrics of the gradient through time."""
         loss = -objective
-        figures: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         if self.config.uses_entropy:
-            entropy = self.agent.action_head.entropy(rollout.parameters).mean()
+            entropy = self.policy.action_head.entropy(rollout.dist_params).mean()
             loss = loss - self.entropy_coef * entropy
-            figures["train/entropy_coef"] = self.entropy_coef
+            metrics["train/entropy_coef"] = self.entropy_coef
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.updates.move_policy()
         self.optimizer.zero_grad(set_to_none=True)
-        return figures | {"pathwise/loss": loss.detach()} | _through_time(rollout, noise)
+        return metrics | {"pathwise/loss": loss.detach()} | _through_time(rollout, noise)
 
 
 @dataclass(frozen=True)
@@ -263,29 +224,15 @@ def _through_time(rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
     An action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
     """
     assert noise.grad is not None
-    spread = rollout.parameters.chunk(2, dim=-1)[1].exp()
+    spread = rollout.dist_params.chunk(2, dim=-1)[1].exp()
     slopes = (noise.grad / spread).square().mean((1, 2)).sqrt() * noise.shape[1]
-    figures = {
+    metrics = {
         "pathwise/slope_first": slopes[0],
         "pathwise/slope_last": slopes[-1],
         "pathwise/slope_ratio": slopes.max() / slopes[-1].clamp(min=1e-30),
         "pathwise/saturated": (torch.tanh(rollout.actions).abs() > SATURATED).float().mean(),
     }
-    return {name: value.detach() for name, value in figures.items()}
-
-
-def detached(structure: Structure) -> Structure:
-    """The same tensors in the same places, without their history."""
-    if isinstance(structure, Tensor):
-        return cast(Structure, structure.detach())
-    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        changed = {item.name: detached(getattr(structure, item.name)) for item in dataclasses.fields(structure)}
-        return replace(structure, **changed)
-    if isinstance(structure, dict):
-        return cast(Structure, {name: detached(value) for name, value in structure.items()})
-    if isinstance(structure, tuple):
-        return cast(Structure, tuple(detached(value) for value in structure))
-    return structure
+    return {name: value.detach() for name, value in metrics.items()}
 
 
 # --- where it is true -----------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,15 +11,13 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
-from tailguard.algorithm.hindsight import Track, check_hindsight, weigh
-from tailguard.algorithm.learner import Learner, Prepared
-from tailguard.algorithm.nonfinite import check_rollout
-from tailguard.algorithm.rollout import Carry, Rollout, act_and_step, collect
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
+from tailguard.algorithm.targets import Prepared
 from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
 from tailguard.algorithm.updates import PolicyUpdates
-from tailguard.envs.protocol import FunctionalEnv
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
@@ -38,7 +35,7 @@ class DistributionalPPO(Learner):
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
     `extensions`: further terms of the loss.
-    `verbose`: 1 prints the table of figures while `learn` runs, every `log_interval` iterations.
+    `verbose`: 1 prints the table of metrics while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
     `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of our own names.
 
@@ -79,48 +76,34 @@ class DistributionalPPO(Learner):
         )
         self.extensions = tuple(extensions)
         explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
-        if not isinstance(self.agent.action_head, GaussianHead) and explores:
+        if not isinstance(self.policy.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
         self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
         """The batch with what the extensions added, in the place where recorded minibatches find it."""
-        self.updates = PolicyUpdates(self)
+        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.extensions)
         self.set_hyper()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
-        state, runtime = self.state, self.runtime
-        if state.carry is None:
-            state.carry = self._begin()
-            runtime.forget()
-        self.set_hyper()
+        runtime = self.runtime
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
-        usable = wanted and (check_rollout(rollout, self) if runtime.looks else True)
+        usable = wanted and (self.context.guard.rollout(rollout) if runtime.can_sync else True)
         scaled = self.return_moments.started
         prepared = runtime.run(("prepare", usable, scaled), lambda: self._prepare(rollout, usable))
         usable = prepared.batch is not None
         if usable:
-            batch = self._extend(rollout, prepared)
-            self.updates.run(batch, rollout.inner_resets)
-        figures = runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
-        report = self._read(rollout, figures)
-        self._take_steps(wanted, usable)
-        self.snapshot = prepared.snapshot(self.agent, rollout, state.carry)
-        return self._report(report)
+            self.updates.run(self._extend(rollout, prepared), rollout.inner_resets)
+        return self._record(rollout, prepared, wanted=wanted, usable=usable)
 
     # --- one iteration, step by step --------------------------------------------------------------------------------
-
-    def _begin(self) -> Carry:
-        if self.config.advantages == "hindsight":  # not earlier: an agent that only acts may do so anywhere
-            check_hindsight(self.env)
-        return super()._begin()
 
     def set_hyper(self) -> Hyper:
         """Today's hyper-parameters, in the tensors that the optimiser, the policy and recorded graphs hold."""
         config, progress, hyper = self.config, self.state.progress, self.hyper
-        if isinstance(self.agent.action_head, GaussianHead):
-            self.agent.action_head.exploration.fill_(math.log(Schedule.parse(config.exploration)(progress)))
+        if isinstance(self.policy.action_head, GaussianHead):
+            self.policy.action_head.exploration.fill_(math.log(Schedule.parse(config.exploration)(progress)))
         hyper.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         hyper.clip_range.fill_(Schedule.parse(config.clip_range)(progress))
         hyper.entropy_coef.fill_(config.entropy_schedule.coefficient(self.state.entropy, progress))
@@ -128,44 +111,22 @@ class DistributionalPPO(Learner):
         return hyper
 
     @torch.no_grad()
-    def _collect(self) -> Rollout:
-        """Act for one rollout; episodes and memories go on from where they stand."""
-        carry, env = self.state.carry, self.env
-        assert carry is not None  # `iterate` began
-        standing = env.state if isinstance(env, FunctionalEnv) else None
-        track = Track() if self.config.advantages == "hindsight" else None
-        rollout, after = collect(
-            self.agent,
-            env,
-            carry,
-            self._observation_scale(),
-            self.config.n_steps,
-            self.generator,
-            self.runtime.compiled(act_and_step),
-            track,
-        )
-        self.state.carry = self.runtime.keep(carry, after)
-        if isinstance(env, FunctionalEnv):
-            if track is not None:
-                rollout = replace(rollout, hindsight=weigh(self.agent.action_head, env, rollout, track))
-            env.state = self.runtime.keep(standing, env.state)
-        return rollout
+    def _collect(self, noise: Tensor | None = None) -> Rollout:
+        return super()._collect(noise)  # the score function needs no gradient through the environment
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
-        """Estimate returns, price risk, normalise the advantages, and bring everything into the return's new units."""
-        _, estimates, usable = self._estimate(rollout, usable)
-        if rollout.hindsight is not None:
-            estimates = replace(estimates, advantages=rollout.hindsight.advantages(self.config.gamma))
+        """Evaluate the critics, estimate returns, weigh in the risk, normalise the advantages and make the batch."""
+        _, estimates, usable = self.targets.estimate(rollout, usable)
         if not usable:
             return Prepared(estimates, None, {})
-        raw, figures = estimates.advantages, dict[str, Tensor]()
+        raw, metrics = estimates.advantages, dict[str, Tensor]()
         if self.risk is not None:
-            raw, figures = self.risk.advantages(rollout, estimates)
+            raw, metrics = self.risk.advantages(rollout, estimates)
         advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
-        figures |= self._rescale_returns(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
-        batch = make_batch(self.agent, rollout, estimates, advantages, self.return_moments)
-        return Prepared(estimates, batch, figures)
+        metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
+        batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
+        return Prepared(estimates, batch, metrics)
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
         """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""
@@ -174,9 +135,9 @@ class DistributionalPPO(Learner):
         for extension in self.extensions:
             batch = extension.prepare(rollout, prepared.estimates, batch, self.state.progress)
         if self.extensions and self.runtime.recording:
-            self.extended = batch if self.extended is None else self.runtime.keep(self.extended, batch)
+            self.extended = batch if self.extended is None else self.runtime.copy_in_place(self.extended, batch)
             batch = self.extended
-        return batch if self.agent.remembers else batch.rows_as_sequences()
+        return batch if self.policy.is_recurrent else batch.rows_as_sequences()
 
     def _report(self, report: dict[str, float]) -> dict[str, float]:
         state, config = self.state, self.config

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tailguard.algorithm.calibration import PredictedReturns
 from tailguard.algorithm.estimate import Estimates
-from tailguard.algorithm.hindsight import Hindsight, TwoRows
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.state import Stateful
@@ -27,7 +26,7 @@ from tailguard.risk.cost_critic import CostCritic
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
     from tailguard.envs.protocol import VectorEnv
-    from tailguard.models.agent import ActorCritic
+    from tailguard.models.policy import ActorCritic
 
 CHANGE_MEMORY = 0.8
 """Weight of the past in the running moments of the losses' changes, per rollout."""
@@ -84,7 +83,7 @@ class RiskBudget:
     reward critic's features. The policy feels the budget through its advantages alone.
     """
 
-    def __init__(self, config: RiskConfig, ppo: LearnerConfig, env: VectorEnv, agent: ActorCritic, seed: int) -> None:
+    def __init__(self, config: RiskConfig, ppo: LearnerConfig, env: VectorEnv, policy: ActorCritic, seed: int) -> None:
         self.config, self.ppo = config, ppo
         self.device, self.num_envs = env.device, env.num_envs
         self.horizon = _horizon(env)
@@ -95,7 +94,7 @@ class RiskBudget:
         self.constraint = CVaRConstraint(self.config, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            width = agent.each_trunk()[agent.critic_trunks[0]].output_size + env.observation_size
+            width = policy.each_trunk()[policy.critic_trunks[0]].output_size + env.observation_size
             self.critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate, self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.running = RunningLosses(env.num_envs, config.measure == "drawdown", self.device)
@@ -137,9 +136,8 @@ class RiskBudget:
         parts: dict[str, Stateful] = {"running_losses": self.running}
         return parts if self.predictions is None else parts | {"predictions": self.predictions}
 
-    def costs(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
-        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N]; then, where the
-        rollout can be seen in hindsight, what each action cost more than the mean action would have, [T, N].
+    def costs(self, rollout: Rollout) -> Tensor:
+        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N].
 
         The tail's cost (L − ν)₊/α falls due when an episode ends, and for one in twenty episodes only. Every row is
         charged its own part in it instead: by how much it moved the cost that is to be expected, if the rest of the
@@ -159,35 +157,13 @@ class RiskBudget:
         values = -rollout.outcome[needed].float()
         if self.config.measure == "bar":
             self.constraint.observe(values, rollout.valid)
-            costs = self.constraint.excess(values).masked_fill(~rollout.valid, 0.0) / self.horizon
-            return costs, self._more(rollout.hindsight, values, values)
+            return self.constraint.excess(values).masked_fill(~rollout.valid, 0.0) / self.horizon
         before, after, age = self.running.follow(values, rollout.episode_start)
         self.constraint.observe(after, rollout.ended & rollout.valid)
         self.changes.update(after - before, rollout.valid)
         to_come = (self.horizon - age).clamp(min=0.0)
         change = self._expected(after, (to_come - 1).clamp(min=0.0), rollout.ended) - self._expected(before, to_come)
-        return change.masked_fill(~rollout.valid, 0.0), self._more(rollout.hindsight, before, to_come)
-
-    def _more(self, found: Hindsight | None, before: Tensor, to_come: Tensor) -> Tensor | None:
-        """What actions cost more than the mean actions would have; None where nobody knows.
-
-        before, to_come: losses and rows to come before each row, [T, N]; a measure of single bars needs neither
-        """
-        if found is None:
-            return None
-        name, measure = NEEDED[self.config.measure], self.config.measure
-
-        def cost(side: TwoRows) -> Tensor:
-            first, second = (-outcome[name].float() for outcome in side.outcome)
-            if measure == "bar":
-                both = self.constraint.excess(first) + self.constraint.excess(second).masked_fill(side.alone, 0.0)
-                return both / self.horizon
-            if measure == "drawdown":
-                return self.constraint.excess(torch.maximum(before, torch.maximum(first, second)))
-            left = to_come - torch.where(side.alone, 1.0, 2.0)
-            return self._expected(second, left.clamp(min=0.0), side.ended)
-
-        return cost(found.taken) - cost(found.instead)
+        return change.masked_fill(~rollout.valid, 0.0)
 
     def _expected(self, losses: Tensor, rows: Tensor, ended: Tensor | None = None) -> Tensor:
         """The cost to be expected of episodes that stand at these losses with so many rows to come, [...]."""
@@ -199,9 +175,9 @@ class RiskBudget:
         )
 
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
-        """Advantages [T, N] of reward minus priced cost, in raw units, and the figures of the budget."""
+        """Advantages [T, N] of reward minus λ times the cost, in raw units, and the metrics of the budget."""
         with torch.no_grad():
-            costs, in_hindsight = self.costs(rollout)
+            costs = self.costs(rollout)
         view = estimates.views[0]
         features, obs = view.output.features, rollout.scaled_obs
         with torch.no_grad():
@@ -222,20 +198,18 @@ class RiskBudget:
             minibatch=self.ppo.minibatch_size,
             generator=self.generator,
         )
-        figures = self.figures(rollout, estimates)
-        figures |= {"risk/cost_critic_loss": loss, "risk/cvar_predicted": -self.predicted}
-        if in_hindsight is not None:
-            cost_advantages = in_hindsight
-        return self.constraint.combine(estimates.advantages, cost_advantages), figures
+        metrics = self.metrics(rollout, estimates)
+        metrics |= {"risk/cost_critic_loss": loss, "risk/cvar_predicted": -self.predicted}
+        return self.constraint.combine(estimates.advantages, cost_advantages), metrics
 
-    def figures(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
+    def metrics(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
         """`risk/*` after the rollout's outcomes were taken in, and how well the return's distribution foresaw them."""
-        figures = self.constraint.figures()
-        figures["risk/tail_outcomes"] = torch.full_like(self.predicted, self.tail_outcomes)
+        metrics = self.constraint.metrics()
+        metrics["risk/tail_outcomes"] = torch.full_like(self.predicted, self.tail_outcomes)
         if self.predictions is not None and estimates.views:
             self.predictions.follow(rollout, estimates)
-            figures |= self.predictions.figures(self.config.alpha)
-        return figures
+            metrics |= self.predictions.metrics(self.config.alpha)
+        return metrics
 
     def _predict(self, values: Tensor, starts: Tensor) -> None:
         """ν plus the expected cost of episodes that begin now; as it was, where none does."""
@@ -248,7 +222,7 @@ class RiskBudget:
         self.predicted.copy_(torch.where(begun > 0, expected, self.predicted))
 
     def state_dict(self) -> dict[str, Any]:
-        """Window, threshold, price, cost critic and its moments, generator; running losses are parts of their own."""
+        """Window, threshold, multiplier, cost critic with its moments, generator; `episode_parts` has the rest."""
         return {
             "constraint": self.constraint.state_dict(),
             "critic": {name: value.clone() for name, value in self.critic.state_dict().items()},

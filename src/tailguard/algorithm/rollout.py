@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.flags import may_hold_any
-from tailguard.models.agent import ActorCritic, AgentState
 from tailguard.models.memory import MemoryState
+from tailguard.models.policy import ActorCritic, PolicyState
 
-if TYPE_CHECKING:
-    from tailguard.algorithm.hindsight import Hindsight, Track
+MEASURED = ("pnl", "drawdown", "net")
+"""Outcomes of a step that a risk budget may be made of."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class ObservationScale:
 
 
 @dataclass(frozen=True)
-class Carry:
+class RolloutState:
     """Where acting stands between two rollouts."""
 
     obs: Tensor
     """What the policy sees next, raw, [N, O]."""
     episode_start: Tensor
     """Whether `obs` is the first of its episode, [N] bool."""
-    state: AgentState
+    state: PolicyState
     """Memory of every trunk before it reads `obs`."""
 
 
@@ -55,7 +55,7 @@ class Rollout:
     """[T, N] bool: the row's observation is the first of its episode."""
     actions: Tensor
     """Raw (pre-squash) actions, [T, N, R]."""
-    parameters: Tensor
+    dist_params: Tensor
     """Parameters of the action distribution they were drawn from, [T, N, P]."""
     log_probs: Tensor
     """Log-probabilities of the raw actions, [T, N]."""
@@ -71,14 +71,12 @@ class Rollout:
     """Their true successors, raw, [K, N, O]."""
     scale: ObservationScale
     """What made `scaled_obs` of `obs`."""
-    start_state: AgentState
+    start_state: PolicyState
     """Memory of every trunk before the first row."""
     outcome: dict[str, Tensor]
     """What the environment said of each step, [T, N] each."""
     memory_resets: Tensor
     """Environments whose memory was not finite before the first row and was cleared, []."""
-    hindsight: Hindsight | None = None
-    """What the mean actions would have brought, where advantages are made of it."""
 
     @property
     def ended(self) -> Tensor:
@@ -95,7 +93,7 @@ Acted = tuple[Tensor, Tensor, Tensor]
 
 
 def act(
-    agent: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, chance: Tensor
+    policy: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, noise: Tensor
 ) -> tuple[Acted, MemoryState]:
     """Look at one row and choose.
 
@@ -103,28 +101,28 @@ def act(
     nor environment may be spoilt by it for longer.
     """
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
-    parameters, memory = agent.act(scaled, memory, start)
-    return (scaled, parameters, agent.action_head.pick(parameters, chance)), memory
+    dist_params, memory = policy.act(scaled, memory, start)
+    return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
 
 
 def act_and_step(
-    agent: ActorCritic,
+    policy: ActorCritic,
     env: FunctionalEnv,
     scale: ObservationScale,
     obs: Tensor,
     start: Tensor,
     memory: MemoryState,
-    chance: Tensor,
+    noise: Tensor,
     env_state: Any,
-    env_chance: Tensor,
+    env_noise: Tensor,
 ) -> tuple[Acted, MemoryState, Any, Step]:
     """Choose and let the environment answer: everything from one row to the next, as a pure function."""
-    acted, memory = act(agent, scale, obs, start, memory, chance)
-    env_state, step = env.transition(env_state, agent.action_head.to_env(acted[2]), env_chance)
+    acted, memory = act(policy, scale, obs, start, memory, noise)
+    env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
 
-def finite_memory(state: AgentState) -> tuple[AgentState, Tensor]:
+def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
     """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
@@ -137,51 +135,46 @@ def finite_memory(state: AgentState) -> tuple[AgentState, Tensor]:
 
 
 def collect(
-    agent: ActorCritic,
+    policy: ActorCritic,
     env: VectorEnv,
-    carry: Carry,
+    rollout_state: RolloutState,
     scale: ObservationScale,
     n_steps: int,
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
-    track: Track | None = None,
     noise: Tensor | None = None,
-) -> tuple[Rollout, Carry]:
-    """Act for `n_steps` steps. The carry's critic states are not advanced here: `look` does that.
+) -> tuple[Rollout, RolloutState]:
+    """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
     Whether gradients go back through the steps is the caller's choice: `torch.no_grad()`, or not.
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
-    `track`: filled with the states of such an environment.
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
     """
-    head = agent.action_head
-    start_state, broken = finite_memory(carry.state)
-    obs, start, memory = carry.obs, carry.episode_start, start_state[0]
+    head = policy.action_head
+    start_state, broken = finite_memory(rollout_state.state)
+    obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
         name: []
-        for name in ("obs", "scaled", "start", "action", "parameter", "reward", "terminated", "truncated", "valid")
+        for name in ("obs", "scaled", "start", "action", "dist_params", "reward", "terminated", "truncated", "valid")
     }
     outcomes: list[dict[str, Tensor]] = []
     final_rows: list[int] = []
     final_obs: list[Tensor] = []
     drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
-        chance = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
+        noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if isinstance(env, FunctionalEnv):
-            env_chance = env.draw()
-            if track is not None:
-                track.states.append(env.state)
-                track.chances.append(env_chance)
+            env_noise = env.draw()
             acted, memory, env.state, step = whole_step(
-                agent, env, scale, obs, start, memory, chance, env.state, env_chance
+                policy, env, scale, obs, start, memory, noise, env.state, env_noise
             )
         else:
-            acted, memory = act(agent, scale, obs, start, memory, chance)
+            acted, memory = act(policy, scale, obs, start, memory, noise)
             step = env.step(head.to_env(acted[2]))
-        scaled, parameters, action = acted
-        found = (obs, scaled, start, action, parameters, step.reward, step.terminated, step.truncated, step.valid)
-        for column, value in zip(rows.values(), found, strict=True):
+        scaled, dist_params, action = acted
+        row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)
+        for column, value in zip(rows.values(), row, strict=True):
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
@@ -195,8 +188,8 @@ def collect(
         scaled_obs=stacked["scaled"],
         episode_start=stacked["start"],
         actions=stacked["action"],
-        parameters=stacked["parameter"],
-        log_probs=head.log_prob(stacked["parameter"].detach(), stacked["action"].detach()),
+        dist_params=stacked["dist_params"],
+        log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
         # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
         rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
         terminated=stacked["terminated"],
@@ -209,4 +202,4 @@ def collect(
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
         memory_resets=broken.sum(),
     )
-    return rollout, Carry(obs, start, (memory, *start_state[1:]))
+    return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

@@ -2,9 +2,9 @@
 
 A recorded function is one launch instead of thousands. It always works on the same memory, so everything that lives
 from one iteration to the next keeps its place: weights, statistics and hyper-parameters are changed in place anyway,
-and what a function returns anew, it hands to `Runtime.keep`. The first iterations run as they are. They let compilers,
-optimisers and libraries make what they make on first use, and they are real iterations: nothing has to be undone.
-Recording itself computes nothing, and random generators go on inside a graph exactly as they would outside.
+and what a function returns anew, it hands to `Runtime.copy_in_place`. The first iterations run as they are. They let
+compilers, optimisers and libraries make what they make on first use, and they are real iterations: nothing has to be
+undone. Recording itself computes nothing, and random generators go on inside a graph exactly as they would outside.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ WARMUP = 2
 """Iterations before anything is recorded."""
 
 Kept = TypeVar("Kept")
+Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
 
@@ -63,7 +64,7 @@ class Runtime:
         self._pool: Any = None
 
     @property
-    def looks(self) -> bool:
+    def can_sync(self) -> bool:
         """Whether a value on the device may be read in the middle of an iteration."""
         return self.mode != "graph"
 
@@ -95,7 +96,7 @@ class Runtime:
         result: Result = self._recorded[key].replay(inputs)
         return result
 
-    def keep(self, before: Kept, after: Kept) -> Kept:
+    def copy_in_place(self, before: Kept, after: Kept) -> Kept:
         """What to go on with in the place of `before`: when recording, `before` itself, filled with the new values."""
         if not self.recording:
             return after
@@ -157,3 +158,17 @@ def tensors_of(structure: Any) -> Iterator[Tensor]:
     elif isinstance(structure, Sequence) and not isinstance(structure, str):
         for value in structure:
             yield from tensors_of(value)
+
+
+def detached(structure: Structure) -> Structure:
+    """The same tensors in the same places, without their history."""
+    if isinstance(structure, Tensor):
+        return cast(Structure, structure.detach())
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        changed = {item.name: detached(getattr(structure, item.name)) for item in dataclasses.fields(structure)}
+        return dataclasses.replace(structure, **changed)
+    if isinstance(structure, dict):
+        return cast(Structure, {name: detached(value) for name, value in structure.items()})
+    if isinstance(structure, tuple):
+        return cast(Structure, tuple(detached(value) for value in structure))
+    return structure

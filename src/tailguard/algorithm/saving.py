@@ -16,13 +16,13 @@ from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.algorithm.rollout import Carry
+from tailguard.algorithm.rollout import RolloutState
 from tailguard.algorithm.state import LearnerState
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs, as_vector_env, policy_inputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
-from tailguard.models.agent import ActorCritic
+from tailguard.models.policy import ActorCritic
 from tailguard.monitor.health import HealthMonitor
 from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
@@ -141,7 +141,7 @@ def capture(agent: Learner) -> dict[str, State]:
     parts = agent.parts()
     weights = parts.pop("agent").state_dict()
     state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items()}
-    if agent.state.carry is not None:
+    if agent.state.rollout_state is not None:
         state["env"] = agent.env.state_dict()
     _check_finite("this agent", {"weights": weights, **{name: state[name] for name in FINITE}})
     return {"weights": weights, "state": state}
@@ -191,7 +191,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
     _check_finite(where, {"weights": weights, **{name: state[name] for name in FINITE}})
     agent.runtime.forget()
     try:
-        agent.agent.load_state_dict(weights)
+        agent.policy.load_state_dict(weights)
         for name, target in targets.items():
             target.load_state_dict(_on_device(state[name], agent.device) if name == "learner" else state[name])
         if "env" in expected:
@@ -207,12 +207,12 @@ def adopt(agent: Learner, parts: Mapping[str, State], where: str) -> None:
     """Take over another learner's weights and statistics; optimiser, budget and episodes begin anew."""
     weights, state = parts["weights"], parts["state"]
     kept = {name: agent.parts()[name] for name in ("observations", "returns")}
-    _check_fits(weights, agent.agent.state_dict(), "weights", where)
+    _check_fits(weights, agent.policy.state_dict(), "weights", where)
     for name, part in kept.items():
         _check_fits(state.get(name), part.state_dict(), f"state/{name}", where)
     _check_finite(where, {"weights": weights, **{name: state[name] for name in kept}})
     agent.runtime.forget()
-    agent.agent.load_state_dict(weights)
+    agent.policy.load_state_dict(weights)
     for name, part in kept.items():
         part.load_state_dict(state[name])
 
@@ -347,8 +347,8 @@ def _with_episodes(agent: Learner) -> dict[str, Any]:
     """The learner's state as it looks once episodes are running."""
     count = agent.env.num_envs
     obs = torch.zeros(count, agent.env.observation_size)
-    carry = Carry(obs, torch.zeros(count, dtype=torch.bool), agent.agent.initial_state(count))
-    return LearnerState(carry=carry).state_dict()
+    rollout_state = RolloutState(obs, torch.zeros(count, dtype=torch.bool), agent.policy.initial_state(count))
+    return LearnerState(rollout_state=rollout_state).state_dict()
 
 
 def _on_device(state: Any, device: torch.device) -> Any:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from tailguard.algorithm.callbacks import Callback
 from tailguard.algorithm.config import LearnerConfig
 from tailguard.errors import ConfigError
+from tailguard.monitor.callbacks import Callback
 
 if TYPE_CHECKING:
     from tailguard.algorithm.learner import Learner
@@ -72,22 +72,22 @@ def network_options(given: Mapping[str, Any] | None, options: Mapping[str, Any])
             f"policy_kwargs: {', '.join(unknown)} cannot be set here; {', '.join(POLICY_KWARGS)} can. This learner's "
             "own names for the network are keyword arguments: `tailguard config ppo` lists them"
         )
-    found = {RENAMED.get(name, name): value for name, value in given.items() if name in RENAMED}
+    settings = {RENAMED.get(name, name): value for name, value in given.items() if name in RENAMED}
     if "log_std_init" in given:
-        found["log_std_init"] = float(given["log_std_init"])
+        settings["log_std_init"] = float(given["log_std_init"])
     if "net_arch" in given:
-        found["hidden"] = _hidden(given["net_arch"])
+        settings["hidden"] = _hidden(given["net_arch"])
     if "activation_fn" in given:
         if given["activation_fn"] not in ACTIVATIONS:
             known = ", ".join(f"nn.{kind.__name__}" for kind in ACTIVATIONS)
             raise ConfigError(f"policy_kwargs: activation_fn {given['activation_fn']!r} is not one of {known}")
-        found["activation"] = ACTIVATIONS[given["activation_fn"]]
+        settings["activation"] = ACTIVATIONS[given["activation_fn"]]
     if "shared_lstm" in given or "enable_critic_lstm" in given:
-        found["memory"] = _memory(given)
-    twice = sorted(found.keys() & options.keys())
+        settings["memory"] = _memory(given)
+    twice = sorted(settings.keys() & options.keys())
     if twice:
         raise ConfigError(f"policy_kwargs: {', '.join(twice)} was given as a setting too; give it once")
-    return found
+    return settings
 
 
 def _hidden(net_arch: Any) -> tuple[int, ...]:
@@ -154,13 +154,13 @@ def whole_number(name: str, value: Any) -> int:
 
 
 def make_writers(learner: Learner, log_interval: int, run_name: str, *, new_run: bool) -> list[Callback]:
-    """What `verbose` and `tensorboard_log` ask for: a table of the figures, and curves in a numbered folder.
+    """What `verbose` and `tensorboard_log` ask for: a table of the metrics, and curves in a numbered folder.
 
     `new_run`: take a new number; otherwise the last run's curves go on.
     """
     writers: list[Callback] = []
     if learner.verbose:
-        from tailguard.monitor.console import ConsoleTable
+        from tailguard.monitor.writers import ConsoleTable
 
         writers.append(ConsoleTable(every=log_interval))
     if learner.tensorboard_log is not None:

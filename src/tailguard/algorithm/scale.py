@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import CriticView
-from tailguard.models.agent import ActorCritic, ReturnCritic
 from tailguard.models.critics import CategoricalCritic, Critic, ScalarCritic
+from tailguard.models.policy import ActorCritic, ReturnCritic
 from tailguard.optim import VarianceGradientScaler
 from tailguard.returns import MomentsChange, RunningMoments, popart_rescale, rescale_moments
 
@@ -17,7 +17,7 @@ SUPPORT_DRIFT_LIMIT = 1.0
 
 @torch.no_grad()
 def move_return_scale(
-    agent: ActorCritic,
+    policy: ActorCritic,
     optimizer: torch.optim.Optimizer,
     change: MomentsChange,
     scaler: VarianceGradientScaler | None = None,
@@ -27,7 +27,7 @@ def move_return_scale(
     What optimiser and scaler remember of the heads' gradients is brought into the new units too.
     """
     ratio = change.old_std / change.new_std
-    for critic in agent.each_critic():
+    for critic in policy.each_critic():
         heads: list[Critic] = [critic.value]
         if critic.distribution is not None:
             heads.append(critic.distribution)
@@ -57,16 +57,16 @@ def return_spread(samples: Tensor, valid: Tensor, moments: RunningMoments) -> Te
     return (weights * (scaled - mean).square()).sum().sqrt().clamp(min=1.0)
 
 
-def support_drift(agent: ActorCritic, spread: Tensor | float = 1.0) -> Tensor | None:
+def support_drift(policy: ActorCritic, spread: Tensor | float = 1.0) -> Tensor | None:
     """How badly the worst categorical support fits the returns by now, []; None where there is none."""
-    heads = [critic.distribution for critic in agent.each_critic()]
+    heads = [critic.distribution for critic in policy.each_critic()]
     drifts = [head.support_drift(spread) for head in heads if isinstance(head, CategoricalCritic)]
     return torch.stack(drifts).max() if drifts else None
 
 
 @torch.no_grad()
-def lay_supports(
-    agent: ActorCritic,
+def reset_support(
+    policy: ActorCritic,
     optimizer: torch.optim.Optimizer,
     scaler: VarianceGradientScaler | None = None,
     spread: float = 1.0,
@@ -77,7 +77,7 @@ def lay_supports(
     configured in standard deviations of the return.
     """
     moved = 0
-    for critic in agent.each_critic():
+    for critic in policy.each_critic():
         head = critic.distribution
         if isinstance(head, CategoricalCritic) and float(head.support_drift(spread)) > SUPPORT_DRIFT_LIMIT:
             head.set_support(spread * head.v_min, spread * head.v_max)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tailguard.algorithm.rollout import Carry
+from tailguard.algorithm.rollout import RolloutState
 from tailguard.algorithm.schedules import EntropyState
 
 
@@ -28,7 +28,7 @@ class Stateful(Protocol):
 class LearnerState:
     """What training has come to, besides the weights and the optimiser's moments."""
 
-    carry: Carry | None = None
+    rollout_state: RolloutState | None = None
     """Where acting stands; None before the first rollout, which starts fresh episodes."""
     num_timesteps: int = 0
     iteration: int = 0
@@ -48,13 +48,13 @@ class LearnerState:
             for name in ("num_timesteps", "iteration", "progress", "kl_coef", "skipped", "degenerate")
         }
         state["entropy"] = self.entropy.to_dict()
-        if self.carry is not None:
+        if self.rollout_state is not None:
             state["carry"] = {
-                "obs": self.carry.obs.clone(),
-                "episode_start": self.carry.episode_start.clone(),
+                "obs": self.rollout_state.obs.clone(),
+                "episode_start": self.rollout_state.episode_start.clone(),
                 "memory": {
                     str(trunk): {str(part): value.clone() for part, value in enumerate(memory)}
-                    for trunk, memory in enumerate(self.carry.state)
+                    for trunk, memory in enumerate(self.rollout_state.state)
                 },
             }
         return state
@@ -65,13 +65,13 @@ class LearnerState:
         for name, value in numbers.items():
             setattr(self, name, value)
         self.entropy = EntropyState.from_dict(state["entropy"])
-        self.carry = None
+        self.rollout_state = None
         if "carry" in state:
-            carry = state["carry"]
-            memory = carry["memory"]
-            self.carry = Carry(
-                carry["obs"],
-                carry["episode_start"],
+            rollout_state = state["carry"]
+            memory = rollout_state["memory"]
+            self.rollout_state = RolloutState(
+                rollout_state["obs"],
+                rollout_state["episode_start"],
                 tuple(
                     tuple(memory[str(trunk)][str(part)] for part in range(len(memory[str(trunk)])))
                     for trunk in range(len(memory))

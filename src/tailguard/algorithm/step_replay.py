@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailguard.algorithm.callbacks import Callback, hears_steps
 from tailguard.algorithm.rollout import Rollout
+from tailguard.monitor.callbacks import Callback, hears_steps
 
 if TYPE_CHECKING:
     from tailguard.algorithm.learner import Learner
@@ -64,16 +64,16 @@ class _Steps:
     """The rollout as arrays, time first."""
 
     def __init__(self, learner: Learner, rollout: Rollout, began: float) -> None:
-        carry = learner.state.carry
-        assert carry is not None  # it was collected
+        rollout_state = learner.state.rollout_state
+        assert rollout_state is not None  # it was collected
         self.learner, self.began = learner, began
         self.rewards, self.log_probs = _array(rollout.rewards), _array(rollout.log_probs)
         # A row in which an environment only restarts ends nothing.
         valid = _array(rollout.valid)
         self.dones = _array(rollout.ended) & valid
         self.truncated = _array(rollout.truncated) & valid
-        self.obs = np.concatenate((_array(rollout.obs), _array(carry.obs)[None]))
-        actions = learner.agent.action_head.to_env(rollout.actions)
+        self.obs = np.concatenate((_array(rollout.obs), _array(rollout_state.obs)[None]))
+        actions = learner.policy.action_head.to_env(rollout.actions)
         self.actions = [learner.inputs.decode(row) for row in actions]
         self.outcome = {name: _array(value) for name, value in rollout.outcome.items()}
         self.own_infos = getattr(learner.env, "step_infos", None)

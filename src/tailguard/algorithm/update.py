@@ -22,7 +22,7 @@ from tailguard.algorithm.losses import (
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.scale import old_distribution
 from tailguard.algorithm.value_losses import CriticLoss, critic_loss
-from tailguard.models.agent import ActorCritic, AgentOutput, AgentState, CriticOutput
+from tailguard.models.policy import ActorCritic, CriticOutput, PolicyOutput, PolicyState
 from tailguard.returns import RunningMoments
 
 
@@ -36,7 +36,7 @@ class Batch:
     """[L, B] bool"""
     actions: Tensor
     """Raw, [L, B, R]."""
-    parameters: Tensor
+    dist_params: Tensor
     """Of the policy that acted, [L, B, P]."""
     log_probs: Tensor
     """Under it, [L, B]."""
@@ -52,7 +52,7 @@ class Batch:
     """In the form the critics' loss reads, [L, B, ...]."""
     old_distributions: tuple[Tensor | None, ...]
     """Each critic's distribution output, likewise."""
-    state: AgentState
+    state: PolicyState
     """Memory before the first row, [layers, B, H] each."""
     extra: dict[str, Tensor]
     """What extensions asked to keep, [L, B, ...] each."""
@@ -73,12 +73,12 @@ class Batch:
 
         return self._map(flatten, self.state)
 
-    def _map(self, change: Callable[[Tensor], Tensor], state: AgentState) -> Batch:
+    def _map(self, change: Callable[[Tensor], Tensor], state: PolicyState) -> Batch:
         return Batch(
             obs=change(self.obs),
             episode_start=change(self.episode_start),
             actions=change(self.actions),
-            parameters=change(self.parameters),
+            dist_params=change(self.dist_params),
             log_probs=change(self.log_probs),
             advantages=change(self.advantages),
             weights=change(self.weights),
@@ -92,18 +92,18 @@ class Batch:
 
 
 def make_batch(
-    agent: ActorCritic, rollout: Rollout, estimates: Estimates, advantages: Tensor, moments: RunningMoments
+    policy: ActorCritic, rollout: Rollout, estimates: Estimates, advantages: Tensor, moments: RunningMoments
 ) -> Batch:
     """All sequences of a rollout, with targets and old outputs in the units of `moments`."""
     samples = None
-    head = agent.each_critic()[0].distribution
+    head = policy.each_critic()[0].distribution
     if estimates.distribution_targets is not None and head is not None:
         samples = head.encode(moments.normalise(estimates.distribution_targets))
     return Batch(
         obs=rollout.scaled_obs,
         episode_start=rollout.episode_start,
         actions=rollout.actions,
-        parameters=rollout.parameters,
+        dist_params=rollout.dist_params,
         log_probs=rollout.log_probs,
         advantages=advantages,
         weights=rollout.valid.to(advantages.dtype),
@@ -112,7 +112,7 @@ def make_batch(
         distribution_targets=samples,
         old_distributions=tuple(
             old_distribution(critic, view, moments)
-            for critic, view in zip(agent.each_critic(), estimates.views, strict=True)
+            for critic, view in zip(policy.each_critic(), estimates.views, strict=True)
         ),
         state=rollout.start_state,
         extra={},
@@ -138,7 +138,7 @@ class LossTerm(Protocol):
         """Before the epochs: add what the term needs to `batch.extra`; `progress` is the share of training done."""
         ...
 
-    def loss(self, agent: ActorCritic, output: AgentOutput, batch: Batch) -> Tensor:
+    def loss(self, policy: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:
         """The weighted term per sample, [L, B]."""
         ...
 
@@ -150,7 +150,7 @@ class MinibatchLoss:
     total: Tensor
     terms: dict[str, Tensor]
     """Weighted terms that add up to the total, with their gradients."""
-    figures: dict[str, Tensor]
+    metrics: dict[str, Tensor]
     """What to log, without gradient; shares add up over microbatches."""
     finite: Tensor
     """Whether every log-ratio that counts was finite before it was clamped."""
@@ -159,27 +159,27 @@ class MinibatchLoss:
 
 
 def minibatch_loss(
-    agent: ActorCritic,
+    policy: ActorCritic,
     batch: Batch,
     hyper: Hyper,
     config: PPOConfig,
     extensions: Sequence[LossTerm] = (),
     total_weight: Tensor | None = None,
     inner_resets: bool | None = None,
-    price: Callable[..., MinibatchLoss] | None = None,
+    loss_function: Callable[..., MinibatchLoss] | None = None,
 ) -> MinibatchLoss:
     """All terms of the loss on one (micro)batch; `total_weight` is the weight of the whole minibatch it belongs to.
 
-    `price`: what to call in the place of `loss_of_features`, a compiled one for example.
+    `loss_function`: what to call in the place of `loss_of_features`, a compiled one for example.
     """
-    features = agent.features(batch.obs, batch.state, batch.episode_start, inner_resets)
+    features = policy.features(batch.obs, batch.state, batch.episode_start, inner_resets)
     # Dead rows can fill a small minibatch: its terms are then 0, not 0 / 0.
     total_weight = (batch.weights.sum() if total_weight is None else total_weight).clamp(min=1)
-    return (price or loss_of_features)(agent, features, batch, hyper, config, extensions, total_weight)
+    return (loss_function or loss_of_features)(policy, features, batch, hyper, config, extensions, total_weight)
 
 
 def loss_of_features(
-    agent: ActorCritic,
+    policy: ActorCritic,
     features: Sequence[Tensor],
     batch: Batch,
     hyper: Hyper,
@@ -188,31 +188,31 @@ def loss_of_features(
     total_weight: Tensor,
 ) -> MinibatchLoss:
     """All terms of the loss, from what the trunks made of the batch: heads, distributions and arithmetic."""
-    output = agent.heads(features)
+    output = policy.heads(features)
     weights = batch.weights
 
     def mean(values: Tensor) -> Tensor:
         return masked_mean(values, weights, total_weight)
 
-    head = agent.action_head
-    log_prob = head.log_prob(output.parameters, batch.actions)
+    head = policy.action_head
+    log_prob = head.log_prob(output.dist_params, batch.actions)
     log_ratio = log_prob - batch.log_probs
     guarded = guard_log_ratio(log_ratio, config.log_ratio_limit, weights)
     surrogate = clipped_surrogate(guarded.log_ratio, batch.advantages, hyper.clip_range)
-    kl = head.kl(batch.parameters, output.parameters)
-    losses = critic_losses(agent, output.critics, batch, config)
+    kl = head.kl(batch.dist_params, output.dist_params)
+    losses = critic_losses(policy, output.critics, batch, config)
     terms = {"policy": mean(surrogate.loss), **critic_terms(losses, config, mean)}
-    figures: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     if config.uses_entropy:
-        entropy = head.entropy(output.parameters)
+        entropy = head.entropy(output.dist_params)
         terms["entropy"] = hyper.entropy_coef * mean(entropy_loss(entropy, log_prob))
     if config.kl_penalty > 0:
         terms["kl"] = hyper.kl_coef * mean(kl)
     for extension in extensions:
-        terms[extension.name] = mean(extension.loss(agent, output, batch))
+        terms[extension.name] = mean(extension.loss(policy, output, batch))
     with torch.no_grad():
         share = weights.sum() / total_weight
-        figures |= {
+        metrics |= {
             "train/approx_kl": mean(kl),
             "train/kl_k1": mean(kl_k1(log_ratio)),
             "train/kl_k3": mean(kl_k3(guarded.log_ratio)),
@@ -222,47 +222,47 @@ def loss_of_features(
         }
         for name, term in terms.items():
             if name != "policy":
-                figures[f"train/{name}_loss"] = term.detach()
+                metrics[f"train/{name}_loss"] = term.detach()
         if config.value_clip != "off":
-            figures |= clip_figures(losses, mean)
+            metrics |= clip_metrics(losses, mean)
         if extensions:
             sizes = {name: term.detach().abs() for name, term in terms.items()}
             whole = torch.stack(list(sizes.values())).sum().clamp(min=1e-30)
-            figures |= {f"train/{one.name}_share": share * sizes[one.name] / whole for one in extensions}
+            metrics |= {f"train/{one.name}_share": share * sizes[one.name] / whole for one in extensions}
     total = torch.stack(list(terms.values())).sum()
     counted = torch.where(weights != 0, log_ratio.detach(), 0.0)
-    return MinibatchLoss(total, terms, figures, guarded.finite, counted)
+    return MinibatchLoss(total, terms, metrics, guarded.finite, counted)
 
 
 def critic_minibatch_loss(
-    agent: ActorCritic,
+    policy: ActorCritic,
     batch: Batch,
     config: LearnerConfig,
     total_weight: Tensor,
     inner_resets: bool | None = None,
-    price: Callable[..., MinibatchLoss] | None = None,
+    loss_function: Callable[..., MinibatchLoss] | None = None,
 ) -> MinibatchLoss:
     """The critics' terms alone on one (micro)batch; arguments as of `minibatch_loss`."""
-    features = agent.critic_features(batch.obs, batch.state, batch.episode_start, inner_resets)
-    return (price or loss_of_critic_features)(agent, features, batch, config, total_weight.clamp(min=1))
+    features = policy.critic_features(batch.obs, batch.state, batch.episode_start, inner_resets)
+    return (loss_function or loss_of_critic_features)(policy, features, batch, config, total_weight.clamp(min=1))
 
 
 def loss_of_critic_features(
-    agent: ActorCritic, features: Mapping[int, Tensor], batch: Batch, config: LearnerConfig, total_weight: Tensor
+    policy: ActorCritic, features: Mapping[int, Tensor], batch: Batch, config: LearnerConfig, total_weight: Tensor
 ) -> MinibatchLoss:
     """The critics' terms, from what their trunks made of the batch."""
 
     def mean(values: Tensor) -> Tensor:
         return masked_mean(values, batch.weights, total_weight)
 
-    losses = critic_losses(agent, agent.critic_heads(features), batch, config)
+    losses = critic_losses(policy, policy.critic_heads(features), batch, config)
     terms = critic_terms(losses, config, mean)
-    figures = {f"train/{name}_loss": term.detach() for name, term in terms.items()}
+    metrics = {f"train/{name}_loss": term.detach() for name, term in terms.items()}
     if config.value_clip != "off":
-        figures |= clip_figures(losses, mean)
+        metrics |= clip_metrics(losses, mean)
     total = torch.stack(list(terms.values())).sum()
     nothing = torch.zeros_like(batch.weights)
-    return MinibatchLoss(total, terms, figures, total.isfinite(), nothing)
+    return MinibatchLoss(total, terms, metrics, total.isfinite(), nothing)
 
 
 class _Mean(Protocol):
@@ -279,13 +279,13 @@ class CriticLosses:
 
 
 def critic_losses(
-    agent: ActorCritic, outputs: Sequence[CriticOutput], batch: Batch, config: LearnerConfig
+    policy: ActorCritic, outputs: Sequence[CriticOutput], batch: Batch, config: LearnerConfig
 ) -> CriticLosses:
     """Each critic against its own old output."""
     values: list[CriticLoss] = []
     distributions: list[CriticLoss] = []
     for critic, found, old_value, old_spread in zip(
-        agent.each_critic(), outputs, batch.old_values, batch.old_distributions, strict=True
+        policy.each_critic(), outputs, batch.old_values, batch.old_distributions, strict=True
     ):
         values.append(critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip))
         if critic.distribution is not None and found.distribution is not None:
@@ -312,9 +312,9 @@ def critic_terms(losses: CriticLosses, config: LearnerConfig, mean: _Mean) -> di
     return terms
 
 
-def clip_figures(losses: CriticLosses, mean: _Mean) -> dict[str, Tensor]:
+def clip_metrics(losses: CriticLosses, mean: _Mean) -> dict[str, Tensor]:
     """How often value clipping acts, and the losses with and without it, averaged over the critics."""
-    figures: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     for name, found in (("value", losses.value), ("distribution", losses.distribution)):
         if found:
             each = {
@@ -322,5 +322,5 @@ def clip_figures(losses: CriticLosses, mean: _Mean) -> dict[str, Tensor]:
                 f"critic/{name}_loss_unclipped": [loss.unclipped_loss for loss in found],
                 f"critic/{name}_loss_clipped": [loss.clipped_loss for loss in found],
             }
-            figures |= {key: torch.stack([mean(values) for values in parts]).mean() for key, parts in each.items()}
-    return figures
+            metrics |= {key: torch.stack([mean(values) for values in parts]).mean() for key, parts in each.items()}
+    return metrics

@@ -62,7 +62,7 @@ def take_turns(
             workload.turn()
             if round_number >= warm_up:
                 rates[name].append(workload.steps / (time.perf_counter() - begun))
-    return {name: speed_of(found) for name, found in rates.items()}
+    return {name: speed_of(each) for name, each in rates.items()}
 
 
 def speed_of(rates: list[float]) -> Speed:
@@ -81,12 +81,12 @@ def speed_table(title: str) -> Table:
     return table
 
 
-def add_speeds(table: Table, found: Mapping[str, Speed]) -> None:
+def add_speeds(table: Table, speeds: Mapping[str, Speed]) -> None:
     """Add the candidates of a group, set off from those above."""
     if table.row_count:
         table.add_row()
-    reference = next(iter(found.values())).per_second
-    for name, speed in found.items():
+    reference = next(iter(speeds.values())).per_second
+    for name, speed in speeds.items():
         ratio = speed.per_second / reference
         table.add_row(
             name, f"{speed.per_second:,.0f}", f"{100 * speed.spread:.0f} %", f"{ratio:.{2 if ratio < 2 else 1}f}×"

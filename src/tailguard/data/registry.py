@@ -107,8 +107,8 @@ def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
             nearest = difflib.get_close_matches(name, FEATURES, n=1, cutoff=0.5)
             hint = f"Did you mean {nearest[0]!r}?" if nearest else f"There are {', '.join(FEATURES)}."
             raise ConfigError(
-                f"feature {name!r}: no such feature. {hint} A custom feature is registered in Python with "
-                "@tailguard.feature before it is used; the command line knows only the built-in features"
+                f"feature {name!r}: no such feature. {hint} Register your own with @tailguard.feature; for the command "
+                "line, in a file that the setting plugins names"
             )
         if name in found:
             raise ConfigError(f"feature {name!r} is requested twice")

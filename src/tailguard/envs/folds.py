@@ -46,7 +46,7 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
     begin, end = time[rows], time[rows + env.episode_length]
     edges = np.quantile(begin, np.arange(folds + 1) / folds, method="nearest").astype(np.int64)
     edges[-1] = end.max() + 1
-    found = []
+    cut = []
     for first, stop in pairwise(edges.tolist()):
         inside = (begin >= first) & (end < stop)
         outside = (end < first - embargo_ms) | (begin >= stop + embargo_ms)
@@ -55,5 +55,5 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
                 f"training.members: {folds} folds of {count:,} possible episodes of {env.episode_length:,} bars are "
                 "too short to train without one and to judge on it. Use fewer members, shorter episodes or more bars"
             )
-        found.append(Fold(first, int(end[inside].max()), *(torch.as_tensor(rows[each]) for each in (inside, outside))))
-    return found
+        cut.append(Fold(first, int(end[inside].max()), *(torch.as_tensor(rows[each]) for each in (inside, outside))))
+    return cut

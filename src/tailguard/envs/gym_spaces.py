@@ -53,13 +53,13 @@ class FlatObservations:
             try:
                 for key in columns.path:
                     leaf = leaf[key]
-                found = np.shape(leaf)
+                shape = np.shape(leaf)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise ConfigError(f"{where}: cannot be read from the given observation: {error!r}") from error
-            if found != columns.shape and found[1:] != columns.shape:
+            if shape != columns.shape and shape[1:] != columns.shape:
                 batch = str(("n", *columns.shape)).replace("'", "")
-                raise ConfigError(f"{where} has shape {found}; the agent reads {columns.shape} or a batch {batch}")
-            counts.add(None if found == columns.shape else found[0])
+                raise ConfigError(f"{where} has shape {shape}; the agent reads {columns.shape} or a batch {batch}")
+            counts.add(None if shape == columns.shape else shape[0])
         if len(counts) > 1:
             raise ConfigError(f"observation: its parts are batches of different sizes: {sorted(map(str, counts))}")
         (count,) = counts

@@ -320,7 +320,10 @@ def digest_of(content: Any) -> str:
 def market_settings(config: MarketConfig) -> dict[str, Any]:
     """The settings that the table depends on, at their names; the others at their defaults, since they may change."""
     kept = {name: getattr(config, name) for name in TABLE_SETTINGS}
-    return asdict(replace(MarketConfig(leverage=1.0), **kept))
+    settings = asdict(replace(MarketConfig(leverage=1.0), **kept))
+    # The market must open where other costs are registered, or none.
+    del settings["extra_costs"]
+    return settings
 
 
 def _check_shapes(folder: Path, mapped: MappedBars) -> None:

@@ -79,7 +79,7 @@ class FunctionalEnv(Protocol):
         """The random numbers of one step."""
         ...
 
-    def transition(self, before: Any, action: Tensor, chance: Tensor) -> tuple[Any, Step]:
+    def transition(self, before: Any, action: Tensor, noise: Tensor) -> tuple[Any, Step]:
         """The state after one action in each environment, and the transition."""
         ...
 

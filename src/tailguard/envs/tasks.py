@@ -177,9 +177,9 @@ class BetsEnv:
         self.state, step = self.transition(self.state, action, self.draw())
         return step
 
-    def transition(self, before: BetsState, action: Tensor, chance: Tensor) -> tuple[BetsState, Step]:
-        """Place the bets; `chance` is the noise, [N]."""
-        reward = action[:, 0] * (self.mean + self.volatility * chance)
+    def transition(self, before: BetsState, action: Tensor, noise: Tensor) -> tuple[BetsState, Step]:
+        """Place the bets; `noise` is that of each bet, [N]."""
+        reward = action[:, 0] * (self.mean + self.volatility * noise)
         after = BetsState(before.pnl + reward, before.time + 1)
         final = self._observe(after)
         over = after.time == self.steps

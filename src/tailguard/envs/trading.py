@@ -193,7 +193,7 @@ class TradingEnv:
             "finite": transition.net.isfinite(),
             "weights": after.market.weights,
             "shielded": shielded,
-            **transition.costs(),
+            **transition.costs,
         }
         reward = task.reward_of(transition, before)
         obs = final_obs

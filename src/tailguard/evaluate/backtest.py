@@ -18,9 +18,15 @@ from tailguard.envs.episodes import TradingTask
 from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Policy
-from tailguard.evaluate.deciders import AgentDecider, ArrayDecider, Decider, FunctionDecider, Window, check_target
+from tailguard.evaluate.deciders import (
+    AgentDecider,
+    ArrayDecider,
+    Decider,
+    EpisodeWindow,
+    FunctionDecider,
+    check_target,
+)
 from tailguard.market import MarketConfig, MarketState, build_market, step
-from tailguard.market.costs import COST_KINDS
 from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy
 from tailguard.monitor.progress import DelayedBar
@@ -39,8 +45,8 @@ Float = NDArray[np.float64]
 
 BATCH = 65_536
 """Bars booked at once; it bounds the memory."""
-BOOKED = ("net", "pnl", "turnover", "unfilled", *COST_KINDS)
-"""Fields kept of every bar's transition."""
+BOOKED = ("net", "pnl", "turnover", "unfilled")
+"""Fields kept of every bar's transition, beside its costs."""
 
 
 @runtime_checkable
@@ -114,8 +120,13 @@ class BacktestResult:
             "shielded": float(self.shielded.mean()),
             "throttled": 0.0 if self.throttle is None else float((self.throttle < 1).mean()),
             "unfilled_per_day": float(self.unfilled.mean() * per_day),
-            **{f"cost_{kind}_per_year": float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()},
+            **{f"cost_{kind}_per_year": amount for kind, amount in self.costs_per_year.items()},
         }
+
+    @property
+    def costs_per_year(self) -> dict[str, float]:
+        """Costs by kind, as shares of equity a year."""
+        return {kind: float(cost.mean() * self.bars_per_year) for kind, cost in self.costs.items()}
 
     def __repr__(self) -> str:
         return one_line("BacktestResult", self._facts())
@@ -126,15 +137,15 @@ class BacktestResult:
     def _facts(self) -> dict[str, str]:
         """The summary shown in a notebook; `metrics` has everything."""
         first, last = (np.datetime64(int(moment), "ms").astype("datetime64[D]") for moment in self.time[[0, -1]])
-        figures = self.metrics
+        values = self.metrics
         return {
             "symbols": ", ".join(self.symbols),
             "bars": f"{len(self.net):,}",
             "period": f"{first} to {last}",
             "return": f"{100 * (self.equity[-1] - 1):+.1f} %",
-            "sharpe": f"{figures['sharpe']:.2f}",
-            "max drawdown": f"{100 * figures['max_drawdown']:.1f} %",
-            "turnover/day": f"{figures['turnover_per_day']:.2f}",
+            "sharpe": f"{values['sharpe']:.2f}",
+            "max drawdown": f"{100 * values['max_drawdown']:.1f} %",
+            "turnover/day": f"{values['turnover_per_day']:.2f}",
             **({"liquidated": "yes"} if self.liquidated else {}),
         }
 
@@ -274,19 +285,19 @@ def _run(
     shield, config = task.shield, task.market.config
     done, liquidated = 0, False
     # The throttle counts traded bars: a gap begins the agent's window anew, and must not hide the losses before it.
-    realised = Window(account.equity, account.equity)
+    realised = EpisodeWindow(account.equity, account.equity)
     with DelayedBar("backtest", len(course.rows), shown=progress_bar) as bar, torch.inference_mode():
         for stretch, (begin, end) in enumerate(stretches):
             account.row = begin
             goes_on = stretch + 1 < len(stretches)
             waiting = deque([[HOLD] * panel.assets] * delay)
-            window = Window(account.equity, account.equity)
+            window = EpisodeWindow(account.equity, account.equity)
             for row in range(begin, end):
                 if window.age >= task.episode_length:
-                    window = Window(account.equity, account.equity)
+                    window = EpisodeWindow(account.equity, account.equity)
                 if throttle is not None and realised.age >= task.episode_length:
                     throttle.observe(account.equity / realised.start_equity - 1)
-                    realised = Window(account.equity, account.equity)
+                    realised = EpisodeWindow(account.equity, account.equity)
                 if liquidated or (goes_on and row == end - 1):
                     target = flat
                 else:
@@ -352,7 +363,8 @@ class _Course:
 def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) -> BacktestResult:
     """The books of all bars, by the simulator: it processes all bars at once, each as a separate account."""
     market, count = task.market, len(course.rows)
-    booked = np.empty((count, len(BOOKED)))
+    kinds = [cost.kind for costs in market.costs.values() for cost in costs]
+    booked = {name: np.empty(count) for name in (*BOOKED, *kinds)}
     weights = np.empty((count, panel.assets))
     for first in range(0, count, BATCH):
         these = slice(first, min(first + BATCH, count))
@@ -360,23 +372,17 @@ def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) ->
         target = torch.from_numpy(course.targets[these]).to(market.dtype)
         state, transition = step(market, before, target.nan_to_num(), target.isnan())
         check_agreement(after, state)
-        booked[these] = torch.stack([getattr(transition, name) for name in BOOKED], dim=1).double().numpy()
+        for name, amount in ({name: getattr(transition, name) for name in BOOKED} | transition.costs).items():
+            booked[name][these] = amount.double().numpy()
         weights[these] = state.weights.double().numpy()
 
-    def series(name: str) -> Float:
-        return np.ascontiguousarray(booked[:, BOOKED.index(name)])
-
-    net = series("net")
     return BacktestResult(
         time=panel.time[course.rows + 1],
-        equity=np.concatenate([[1.0], np.cumprod(1.0 + net)]),
+        equity=np.concatenate([[1.0], np.cumprod(1.0 + booked["net"])]),
         targets=course.targets,
         weights=weights,
-        net=net,
-        pnl=series("pnl"),
-        costs={kind: series(kind) for kind in COST_KINDS},
-        turnover=series("turnover"),
-        unfilled=series("unfilled"),
+        costs={kind: booked[kind] for kind in kinds},
+        **{name: booked[name] for name in BOOKED},
         shielded=course.shielded,
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,

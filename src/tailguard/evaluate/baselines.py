@@ -21,6 +21,10 @@ Float = NDArray[np.float64]
 HOLD = np.nan
 """Weight that means: hold this position."""
 
+AGENT, OPTIMUM, BUY_AND_HOLD = "agent", "planted optimum", "buy & hold"
+RANDOM = "random timing"
+"""The agent's own trades at other times: a policy of equal turnover that knows nothing."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -133,15 +137,46 @@ class VolatilityTarget:
         return np.where(np.abs(wanted - moment.weights) > self.band * self.exposure / assets, wanted, HOLD)
 
 
+MakePolicy = Callable[[float, bool], Policy]
+"""Makes a baseline's policy from the largest gross weight it may hold and from whether shorts are allowed."""
+
+BASELINES: dict[str, MakePolicy] = {
+    BUY_AND_HOLD: lambda exposure, _: BuyAndHold(exposure),
+    "moving-average cross": lambda exposure, allow_short: MovingAverageCross(
+        exposure=exposure, allow_short=allow_short
+    ),
+    "volatility target": lambda exposure, _: VolatilityTarget(exposure=exposure),
+    "flat": lambda *_: Flat(),
+}
+"""Every baseline that is shown with an agent, in the order of the tables."""
+RESERVED = ("agent", "planted optimum", "random timing")
+"""Names of the other rows in those tables."""
+
+
+def baseline(name: str, *, replace: bool = False) -> Callable[[MakePolicy], MakePolicy]:
+    """Register a function `(exposure, allow_short) -> policy` as a baseline, shown with every agent from then on.
+
+    Args:
+        name: as the tables and charts show it.
+        replace: allow a name that is already registered, as when a notebook cell runs twice.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ConfigError(f"baseline name {name!r}: choose a printable name")
+    if name in RESERVED:
+        raise ConfigError(f"baseline {name!r}: the name is reserved for another row of the tables; choose another name")
+    if name in BASELINES and not replace:
+        raise ConfigError(f"baseline {name!r} is registered already; choose another name, or pass replace=True")
+
+    def register(make: MakePolicy) -> MakePolicy:
+        BASELINES[name] = make
+        return make
+
+    return register
+
+
 def standard_baselines(leverage: float = 1.0, allow_short: bool = True) -> dict[str, Policy]:
     """The baselines shown with every agent."""
-    full = min(leverage, 1.0)
-    return {
-        "buy & hold": BuyAndHold(exposure=full),
-        "moving-average cross": MovingAverageCross(exposure=full, allow_short=allow_short),
-        "volatility target": VolatilityTarget(exposure=full),
-        "flat": Flat(),
-    }
+    return {name: make(min(leverage, 1.0), allow_short) for name, make in BASELINES.items()}
 
 
 def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Generator) -> Float:

@@ -15,13 +15,14 @@ from tailguard.console import say
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.bootstrap import Interval, interval, paired_difference, sharpe_statistic
+from tailguard.evaluate.formatting import growth_of, p_value, percent, with_interval
 from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.collect import prices_of
 from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.verdict import overfitting_in_words
+from tailguard.evaluate.results_table import print_rows, tail_cell
 from tailguard.evaluate.significance import Overfitting, SeedSummary, iqm_over_seeds, overfitting_of
-from tailguard.evaluate.table import growth_of, p_value, percent, print_rows, tail_cell, with_interval
-from tailguard.evaluate.trained import open_run
+from tailguard.experiment.trained_run import open_run
 
 HEADINGS = ("run", "test period", "growth", "Sharpe [95 % interval]", "max drawdown", "CVaR 5 %/wk", "turnover/d")
 AHEAD = "ahead of first"
@@ -44,15 +45,15 @@ class Entry:
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of its row, as `HEADINGS` and `AHEAD` name them."""
-        figures, (first, last) = self.result.metrics, self.result.time[[0, -1]].astype("datetime64[ms]")
+        metrics, (first, last) = self.result.metrics, self.result.time[[0, -1]].astype("datetime64[ms]")
         return (
             self.name,
             f"{first.astype('datetime64[D]')} to {last.astype('datetime64[D]')}",
             growth_of(self.result),
             with_interval(self.sharpe),
-            percent(figures["max_drawdown"]),
+            percent(metrics["max_drawdown"]),
             tail_cell(self.result),
-            f"{figures['turnover_per_day']:.2f}",
+            f"{metrics['turnover_per_day']:.2f}",
             "–" if self.ahead is None else p_value(self.ahead.p_value),
         )
 
@@ -75,11 +76,11 @@ class Comparison:
         if any(entry.ahead is None for entry in self.entries[1:]):
             notes.append("Runs tested on other bars than the first run are not compared with it.")
         if self.seeds is not None:
-            found = self.seeds
-            few = "" if found.seeds >= 5 else "; fewer than five seeds are weak evidence"
+            summary = self.seeds
+            few = "" if summary.seeds >= 5 else "; fewer than five seeds are weak evidence"
             notes.append(
-                f"Over {found.seeds} seeds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
-                f"{100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f}{few}."
+                f"Over {summary.seeds} seeds the interquartile mean of the Sharpe ratio is {summary.iqm:.2f}, "
+                f"{100 * summary.level:.0f} % interval {summary.low:.2f} to {summary.high:.2f}{few}."
             )
         elif len(self.entries) > 1:
             notes.append(
@@ -128,9 +129,9 @@ def compare_runs(
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The comparison in a terminal."""
-    names, *figures = zip(*(entry.row for entry in comparison.entries), strict=True)
+    names, *cells_of_runs = zip(*(entry.row for entry in comparison.entries), strict=True)
     # One column per run: metric names are short, and a terminal has room for two or three runs.
-    rows = [(heading, *cells) for heading, cells in zip((*HEADINGS[1:], AHEAD), figures, strict=True)]
+    rows = [(heading, *cells) for heading, cells in zip((*HEADINGS[1:], AHEAD), cells_of_runs, strict=True)]
     print_rows(("test, net of costs", *names), rows, console)
     if comparison.differing:
         console.print()

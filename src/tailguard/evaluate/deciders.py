@@ -24,7 +24,7 @@ Float = NDArray[np.float64]
 
 
 @dataclass
-class Window:
+class EpisodeWindow:
     """The agent's current episode."""
 
     start_equity: float
@@ -36,7 +36,7 @@ class Window:
 class Decider(Protocol):
     """Returns target weights [A] for the next open; NaN holds."""
 
-    def __call__(self, account: SerialAccount, window: Window, first: bool) -> list[float]: ...
+    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]: ...
 
 
 class AgentDecider:
@@ -49,7 +49,7 @@ class AgentDecider:
         self._observation = torch.zeros(1, task.observation_size)
         self._row = self._observation.numpy()[0]
 
-    def __call__(self, account: SerialAccount, window: Window, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         self._row[: self._count] = self._features[account.row]
         self._row[self._count :] = (
             *account.weights,
@@ -78,7 +78,7 @@ class FunctionDecider:
     def __init__(self, policy: Policy, panel: Panel) -> None:
         self.policy, self.panel = policy, panel
 
-    def __call__(self, account: SerialAccount, window: Window, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         panel, row = self.panel, account.row
         until = slice(None, row + 1)
         moment = Moment(
@@ -117,7 +117,7 @@ class ArrayDecider:
                 f"a row for each bar, lead-in included, and a column for each of {', '.join(panel.symbols)}"
             )
 
-    def __call__(self, account: SerialAccount, window: Window, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         weights: list[float] = self.targets[account.row].tolist()
         return weights
 

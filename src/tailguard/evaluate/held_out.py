@@ -85,7 +85,7 @@ class HeldOutEpisodes:
 
 def episodes_on(spec: TradingSpec, bars: Bars) -> list[HeldOutEpisodes]:
     """Overlapping episodes on these bars, for each account; empty ones are left out."""
-    found = []
+    accounts = []
     for part in separate(bars, spec.accounts):
         task, usable, panel = task_for(spec, part, None, torch.float32)
         possible = episode_starts(
@@ -96,8 +96,8 @@ def episodes_on(spec: TradingSpec, bars: Bars) -> list[HeldOutEpisodes]:
         )
         stride = stride_of(len(possible), spec.episode_length)
         episodes = HeldOutEpisodes(task, spaced_starts(possible, stride), stride)
-        found += [episodes] if len(episodes) else []
-    return found
+        accounts += [episodes] if len(episodes) else []
+    return accounts
 
 
 def stride_of(possible: int, length: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Float = NDArray[np.float64]
+Times = NDArray[np.int64]
 
 TAIL_LEVELS = (0.01, 0.05, 0.10)
 """Shares of the worst outcomes whose VaR and CVaR `track_record` gives."""
@@ -138,6 +139,21 @@ def deepest_drawdown(equity: Float) -> Drawdown:
     return Drawdown(float(equity[trough] / equity[peak] - 1.0), peak, trough, recovery, end - peak)
 
 
+def worst_drawdowns(equity: Float, count: int = 5) -> list[Drawdown]:
+    """The `count` deepest drawdowns, the deepest first; they do not overlap. `equity`: [n]."""
+    falls = drawdowns(equity)
+    below = (falls < 0).astype(np.int8)
+    begins = np.flatnonzero(np.diff(below, prepend=0) == 1)
+    ends = np.flatnonzero(np.diff(below, append=0) == -1) + 1
+    spells = []
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        trough = begin + int(np.argmin(falls[begin:end]))
+        recovered = end < len(equity)
+        bars = min(end, len(equity) - 1) - (begin - 1)
+        spells.append(Drawdown(float(falls[trough]), begin - 1, trough, end if recovered else None, bars))
+    return sorted(spells, key=lambda fall: fall.depth)[:count]
+
+
 def longest_drawdown(equity: Float) -> int:
     """Longest drawdown in bars, from the peak to the recovery or the end."""
     at_high = np.flatnonzero(drawdowns(equity) == 0)
@@ -197,6 +213,25 @@ def horizon_drawdowns(equity: Float, bars: int) -> Float:
     return deepest
 
 
+def monthly_returns(time: Times, net: Float) -> dict[int, dict[int, float]]:
+    """Net return by year and month, 1 to 12, UTC; a partly traded month has the return of its traded bars.
+
+    `time`: open times of the bars in milliseconds, [T]. `net`: their net returns, [T].
+    """
+    months = time.astype("datetime64[ms]").astype("datetime64[M]").astype(np.int64)
+    begins = np.flatnonzero(np.diff(months, prepend=months[0] - 1))
+    growth = np.multiply.reduceat(1 + net, begins)
+    by_year: dict[int, dict[int, float]] = {}
+    for month, value in zip(months[begins], growth, strict=True):
+        by_year.setdefault(1970 + int(month) // 12, {})[int(month) % 12 + 1] = float(value - 1)
+    return by_year
+
+
+def year_return(months: dict[int, float]) -> float:
+    """Compound net return of the months."""
+    return float(np.prod([1 + value for value in months.values()]) - 1)
+
+
 def tail_ratio(returns: Float) -> float:
     """95 % quantile over 5 % quantile, as absolute values: above 1 the gains reach further than the losses."""
     low, high = np.quantile(returns, (0.05, 0.95))
@@ -238,19 +273,19 @@ def horizons(bars_per_year: float) -> dict[str, int]:
     return {"bar": 1} | {name: round(bars) for name, bars in lengths.items() if bars > 1 - 1e-9}
 
 
-def tail_figures(equity: Float, windows: Mapping[str, int], levels: Sequence[float] = TAIL_LEVELS) -> dict[str, float]:
+def tail_metrics(equity: Float, windows: Mapping[str, int], levels: Sequence[float] = TAIL_LEVELS) -> dict[str, float]:
     """VaR and CVaR of overlapping windows: `var_5_day`, `cvar_5_day` …; windows as long as the record are excluded.
 
     `windows`: bars by name, as `horizons` gives them.
     """
-    figures = {}
+    metrics = {}
     for name, bars in windows.items():
         if bars < len(equity):
             returns = horizon_returns(equity, bars)
             for level in levels:
-                figures[f"var_{100 * level:g}_{name}"] = value_at_risk(returns, level)
-                figures[f"cvar_{100 * level:g}_{name}"] = cvar(returns, level)
-    return figures
+                metrics[f"var_{100 * level:g}_{name}"] = value_at_risk(returns, level)
+                metrics[f"cvar_{100 * level:g}_{name}"] = cvar(returns, level)
+    return metrics
 
 
 def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[str, float]:
@@ -272,5 +307,5 @@ def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[st
         "tail_ratio": tail_ratio(returns),
         "hit_rate": hit_rate(returns),
         "profit_factor": profit_factor(returns),
-        **tail_figures(equity, horizons(bars_per_year)),
+        **tail_metrics(equity, horizons(bars_per_year)),
     }

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tailguard.evaluate.table import percent
+from tailguard.evaluate.baselines import BUY_AND_HOLD
+from tailguard.evaluate.formatting import percent
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
     from tailguard.evaluate.backtest import BacktestResult
     from tailguard.market import MarketConfig
 
-HELD = "buy & hold"
 CUT_OFTEN = 0.02
 """Smallest share of bars with orders cut by volume that gives a note."""
 
@@ -26,12 +26,12 @@ def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: Ma
 
 def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
     observed = market.observed_funding and "funding_rate" in bars.frame.columns
-    paid = results[HELD].metrics["cost_funding_per_year"] if HELD in results else 0.0
+    paid = results[BUY_AND_HOLD].metrics["cost_funding_per_year"] if BUY_AND_HOLD in results else 0.0
     if observed or not paid > 0:
         return []
     why = "their funding rates are not used" if "funding_rate" in bars.frame.columns else "they carry no funding rate"
     return [
-        f"on these bars {HELD} pays {percent(paid, sign=False)} of equity a year in funding: {why}, so "
+        f"on these bars {BUY_AND_HOLD} pays {percent(paid, sign=False)} of equity a year in funding: {why}, so "
         f"market.funding_rate, {100 * market.funding_rate:g} % per eight hours, is charged. "
         "For spot set market.funding_rate=0"
     ]

@@ -13,8 +13,8 @@ import polars as pl
 from tailguard.config import RunConfig
 from tailguard.envs.mapped_market import PreparedMarket
 from tailguard.errors import TailguardError
-from tailguard.evaluate.table import percent
-from tailguard.evaluate.trained import market_of, split_of
+from tailguard.evaluate.formatting import percent
+from tailguard.experiment.build import load_market, split_market
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -85,10 +85,10 @@ def overlap_of(bars: Bars, training: Bars, validation: Bars) -> Overlap:
         if seen.height:
             parts.append(name)
         times.append(seen)
-    found = pl.concat(times).unique()
-    first, last = (found["time"].min(), found["time"].max()) if found.height else (None, None)
+    overlapping = pl.concat(times).unique()
+    first, last = (overlapping["time"].min(), overlapping["time"].max()) if overlapping.height else (None, None)
     return Overlap(
-        share=found.height / max(traded.height, 1),
+        share=overlapping.height / max(traded.height, 1),
         parts=tuple(parts),
         first=first if isinstance(first, datetime) else None,
         last=last if isinstance(last, datetime) else None,
@@ -100,7 +100,7 @@ def overlap_of(bars: Bars, training: Bars, validation: Bars) -> Overlap:
 def overlap_with_run(config: RunConfig, bars: Bars) -> Overlap:
     """Overlap of other bars with the data of the run with these settings."""
     try:
-        split = split_of(config, market_of(config)[0])
+        split = split_market(config, load_market(config).bars)
         training = split.bars("train") if isinstance(split, PreparedMarket) else split.train
         return overlap_of(bars, training, split.validation)
     except (TailguardError, OSError) as error:
@@ -116,12 +116,12 @@ def _traded(bars: Bars) -> pl.DataFrame:
 def _seen(traded: pl.DataFrame, part: pl.DataFrame, symbol: str) -> pl.DataFrame:
     """The bars of this symbol's market in the part, under any name."""
     mine = traded.filter(pl.col("symbol") == symbol)
-    found = [mine.clear().select("symbol", "time")]
+    overlapping = [mine.clear().select("symbol", "time")]
     for name in part["symbol"].unique(maintain_order=True):
         both = mine.join(part.filter(pl.col("symbol") == name), on="time", how="inner").sort("time")
         if both.height and _same_market(both, symbol == name):
-            found.append(both.select("symbol", "time"))
-    return pl.concat(found).unique()
+            overlapping.append(both.select("symbol", "time"))
+    return pl.concat(overlapping).unique()
 
 
 def _same_market(both: pl.DataFrame, same_name: bool) -> bool:

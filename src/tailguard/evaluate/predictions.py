@@ -110,11 +110,11 @@ def _quantiles(agent: Learner, observations: NDArray[np.float32], starts: NDArra
     scale = ObservationScale(moments.mean.float(), moments.std.float(), clip)
     rows = scale(torch.as_tensor(observations, device=agent.device).unsqueeze(1))
     start = torch.as_tensor(starts, device=agent.device).unsqueeze(1)
-    network = agent.agent
-    said = network(rows, network.initial_state(1), start)
-    found = [
+    network = agent.policy
+    outputs = network(rows, network.initial_state(1), start)
+    quantiles = [
         agent.return_moments.denormalise(critic.distribution.quantiles(output.distribution, config.network.quantiles))
-        for critic, output in zip(network.each_critic(), said.critics, strict=True)
+        for critic, output in zip(network.each_critic(), outputs.critics, strict=True)
         if critic.distribution is not None and output.distribution is not None
     ]
-    return torch.stack(found).mean(0)[:, 0].double().cpu().numpy()
+    return torch.stack(quantiles).mean(0)[:, 0].double().cpu().numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
 from tailguard.evaluate.baselines import Policy
 from tailguard.market import MarketConfig
-from tailguard.market.costs import COSTS
+from tailguard.market.costs import COSTS, extra_rates
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -32,7 +32,11 @@ class Scenario(NamedTuple):
 def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
     """All assumed costs times this factor. Funding rates observed in the bars are data and stay."""
     try:
-        return replace(config, **{cost.setting: factor * getattr(config, cost.setting) for cost in COSTS})
+        settings: dict[str, Any] = {
+            cost.setting: factor * cost.rate_in(config) for cost in COSTS.values() if cost.setting is not None
+        }
+        extra = {kind: factor * COSTS[kind].rate_in(config) for kind in extra_rates()}
+        return replace(config, **settings, extra_costs=extra)
     except ConfigError as error:
         raise ConfigError(f"costs ×{factor:g}: {error}. Choose smaller cost factors") from error
 

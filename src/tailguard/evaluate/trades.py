@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.errors import ConfigError
+from tailguard.market.costs import cost_kinds
 
 if TYPE_CHECKING:
     from tailguard.data.panel import Panel
@@ -55,9 +56,9 @@ def round_trips(result: BacktestResult, panel: Panel) -> list[Trade]:
 
     `panel`: the bars that the result was computed on.
 
-    A position's gain is known from weights and prices. Fees, spread and impact go to the symbols by what each traded,
-    funding and borrow by the value held, and the cost of a liquidation by the value held before it. With one symbol
-    that is exact; with several, impact and observed funding are shared by size alone.
+    A position's gain is known from weights and prices. Costs of orders go to the symbols by what each traded, costs at
+    the close by the value held, and the cost of a liquidation by the value held before it. With one symbol that is
+    exact; with several, it is exact for costs proportional to size, and impact and observed funding are approximate.
     """
     books = _Books.of(result, panel)
     trades = [trade for asset in range(len(result.symbols)) for trade in _trades_of(books, result, asset)]
@@ -104,7 +105,8 @@ class _Books:
 
         reduced = np.where(at_open * filled > 0, np.maximum(np.abs(at_open) - np.abs(filled), 0), np.abs(at_open))
         traded = np.where(at_open * filled > 0, np.abs(filled - at_open), np.abs(filled) + np.abs(at_open))
-        trading = sum((result.costs[kind] for kind in ("fee", "spread", "impact")), np.zeros(len(paid)))
+        of_orders = [result.costs[kind] for kind in cost_kinds("order") if kind in result.costs]
+        trading = sum(of_orders, np.zeros(len(paid)))
         per_symbol = _share(traded) * trading[:, None]
         of_closing = np.divide(reduced, traded, out=np.zeros_like(traded), where=traded > 0) * per_symbol
         of_holding = per_symbol - of_closing + _share(filled) * (paid - trading)[:, None]
@@ -133,7 +135,7 @@ def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]
     side = np.where(np.abs(filled) > FLAT, np.sign(filled), 0).astype(int)
     begins = np.flatnonzero(np.diff(side, prepend=0))
     ends = np.append(begins[1:], len(side))
-    found = []
+    trades = []
     for begin, end in zip(begins, ends, strict=True):
         if side[begin] == 0:
             continue
@@ -146,7 +148,7 @@ def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]
         last = end if by_order else end - 1
         pnl = books.after_open[own, asset].sum() + books.before_open[other, asset].sum()
         costs = books.after_costs[own, asset].sum() + books.before_costs[other, asset].sum()
-        found.append(
+        trades.append(
             Trade(
                 symbol=result.symbols[asset],
                 side="long" if side[begin] > 0 else "short",
@@ -161,4 +163,4 @@ def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]
                 return_=float(pnl / result.equity[begin]) if result.equity[begin] > 0 else 0.0,
             )
         )
-    return found
+    return trades

@@ -20,21 +20,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailguard.config import RunConfig, to_dict
+from tailguard.config import RunConfig
+from tailguard.envs.mapped_market import PreparedMarket
 from tailguard.errors import ConfigError
+from tailguard.experiment.settings import recorded_settings
 from tailguard.places import check_plain, lock, read_plain
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
+    from tailguard.evaluate.backtest import BacktestResult
+    from tailguard.experiment.trained_run import TrainedRun
 
-TRIALS = "trials.jsonl"
 IRRELEVANT = {
     "data": ("path",),
     "training": ("device", "threads", "checkpoint_steps", "checkpoint_minutes", "keep_checkpoints"),
 }
 """Settings that do not change what is learned. The bars are identified by their content."""
-RUNS = "runs"
-"""Folder of all runs; names such as `btc/wide` are folders within it, and share its record."""
 _HASH_LENGTH = 64
 
 
@@ -63,12 +64,6 @@ class TrialCount:
     """Where the number comes from, in words."""
 
 
-def trials_path(folder: Path) -> Path:
-    """The record that the run in this folder belongs to: in the nearest folder `runs` above it, else beside it."""
-    above = folder.absolute().parents
-    return next((each for each in above if each.name == RUNS), above[0]) / TRIALS
-
-
 def bars_hash(bars: Bars) -> str:
     """SHA-256 of symbols, times, prices and volumes."""
     times = bars.frame["time"].dt.epoch("ms").to_numpy()
@@ -86,12 +81,23 @@ def hash_of(symbols: Sequence[str], seconds: float, columns: Iterable[NDArray[An
 
 def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> str:
     """SHA-256 of the settings that determine the trained agent, and of other inputs that do."""
-    settings = to_dict(config)
+    settings = recorded_settings(config)
+    if "plugins" in settings:
+        settings["plugins"] = list(settings["plugins"].values())
     for section, names in IRRELEVANT.items():
         for name in names:
             del settings[section][name]
+    if not settings["market"]["extra_costs"]:  # left out, so that runs without costs of their own keep one hash
+        del settings["market"]["extra_costs"]
     text = json.dumps([settings, also or {}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def trial_of(run: TrainedRun, sharpe: float) -> Trial:
+    """The run as the record of trials knows it, with the yearly Sharpe ratio of its test period."""
+    ratio = sharpe if math.isfinite(sharpe) else None
+    bars = run.bars.sha256 if isinstance(run.bars, PreparedMarket) else bars_hash(run.bars)
+    return Trial(bars, settings_hash(run.config), run.name, ratio)
 
 
 def record_trial(path: Path, trial: Trial) -> bool:
@@ -132,9 +138,9 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
     A line that cannot be read counts as a trial: something was tried, and leaving it out would bias the result upwards.
     """
     mine = list(own)
-    found, unreadable = read_trials(path)
+    recorded, unreadable = read_trials(path)
     bars = {trial.data for trial in mine}
-    distinct = {(trial.data, trial.config): trial for trial in (*mine, *found) if trial.data in bars}
+    distinct = {(trial.data, trial.config): trial for trial in (*mine, *recorded) if trial.data in bars}
     count = len(distinct) + len(unreadable)
     sharpes = [trial.sharpe for trial in distinct.values() if trial.sharpe is not None]
     source = f"{path} has {_several(count, 'training run')} tested on these bars"
@@ -147,6 +153,12 @@ def count_trials(path: Path, own: Iterable[Trial]) -> TrialCount:
 def given_trials(count: int, sharpes: NDArray[np.float64] | None = None) -> TrialCount:
     """A number that the user gave."""
     return TrialCount(count, np.zeros(0) if sharpes is None else sharpes, "given with --trials")
+
+
+def trials_of(run: TrainedRun, own: BacktestResult, given: int | None = None) -> TrialCount:
+    """The trials that the run was chosen from: those of the record beside its folder, or as many as are `given`."""
+    recorded = count_trials(run.layout.trials_path, [trial_of(run, own.metrics["sharpe"])])
+    return recorded if given is None else given_trials(given, recorded.sharpes)
 
 
 def _several(count: int, what: str) -> str:
@@ -168,10 +180,10 @@ def _parse(lines: Iterable[bytes]) -> tuple[list[Trial], list[int]]:
     return trials, unreadable
 
 
-def _trial(found: Any) -> Trial:
+def _trial(line: Any) -> Trial:
     """A line of the record; raises ValueError, KeyError or TypeError if it is invalid."""
-    data, config, sharpe = found["data"], found["config"], found["sharpe"]
+    data, config, sharpe = line["data"], line["config"], line["sharpe"]
     if not all(isinstance(each, str) and len(each) == _HASH_LENGTH for each in (data, config)):
         raise ValueError("no hashes")
     ratio = None if sharpe is None else float(sharpe)
-    return Trial(data, config, str(found["run"]), ratio if ratio is not None and math.isfinite(ratio) else None)
+    return Trial(data, config, str(line["run"]), ratio if ratio is not None and math.isfinite(ratio) else None)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tailguard.market.costs import over_assets
-from tailguard.market.tables import Rates
+from tailguard.market.costs import ForcedClose, charge, over_assets, total
+from tailguard.market.tables import Market, Rates
 
 
 class Account(NamedTuple):
@@ -26,15 +26,16 @@ class Liquidation:
     """Result of a liquidation, as shares of the equity before the step, [N, 1] each."""
 
     equity: Tensor
-    """Equity after the fee, never below zero."""
-    fee: Tensor
+    """Equity after the costs, never below zero."""
+    costs: dict[str, Tensor]
+    """Costs of the liquidation by kind."""
     shortfall: Tensor
     """Loss beyond the account's equity, when the price jumps past the liquidation price; borne by the exchange."""
 
     @property
-    def before_fee(self) -> Tensor:
+    def before_costs(self) -> Tensor:
         """Equity at the liquidation prices, below zero where the account has a debt."""
-        return self.equity - self.shortfall + self.fee
+        return self.equity - self.shortfall + total(self.costs.values())
 
 
 def margin_excess(account: Account, rates: Rates) -> Tensor:
@@ -46,7 +47,8 @@ def margin_floor(filled: Account, turnover: Tensor, reach: Tensor, rates: Rates)
     """A bound below the margin excess at every moment of the bar, [N, 1]: cheap, and nearly always sufficient.
 
     `reach` [N, A] bounds what a unit of position loses to prices, funding and interest and needs as margin from the
-    fill on. Before the fill equity was higher, and the positions were larger by at most the traded amount.
+    fill on. Before the fill equity was higher by the costs of the order, and the positions were larger by at most the
+    traded amount.
     """
     at_risk = over_assets(filled.positions.abs() * reach)
     return filled.equity - at_risk - rates.maintenance_margin * turnover
@@ -57,17 +59,19 @@ def revalue(account: Account, change: Tensor) -> Account:
     return Account(account.equity + over_assets(change), account.positions + change)
 
 
-def liquidate(account: Account, worst: Tensor, rates: Rates) -> Liquidation:
+def liquidate(account: Account, worst: Tensor, market: Market) -> Liquidation:
     """Liquidate the account where its margin runs out between the fill and the bar's worst prices.
 
     Equity, notional and with them the excess over the maintenance margin move in a straight line from here to the
     worst prices, which change the positions' values by `worst` [N, A]. The close is where the excess is zero, which
     for one asset is its liquidation price. An account that is below its margin from the start is closed right there.
     """
+    rates = market.rates
     excess = margin_excess(account, rates)
     worst_excess = margin_excess(revalue(account, worst), rates)
+    # A positive denominator also where nothing moves: the share is then 0 or 1, and prices stay in either case.
     share = (excess / torch.maximum(excess - worst_excess, rates.tiny)).clamp(0, 1)
     closed = revalue(account, share * worst)
-    fee = rates.liquidation_fee * over_assets(closed.positions.abs())
-    left = closed.equity - fee
-    return Liquidation(left.clamp(min=0), fee, left.clamp(max=0).neg())
+    costs = charge(market, "liquidation", ForcedClose(market, closed.positions))
+    left = closed.equity - total(costs.values())
+    return Liquidation(left.clamp(min=0), costs, left.clamp(max=0).neg())

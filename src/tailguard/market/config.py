@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from tailguard.errors import ConfigError
+from tailguard.market.costs import extra_rates
 from tailguard.validate import check_range
 
 
@@ -40,6 +42,9 @@ class MarketConfig:
     """Fee on the notional closed in a liquidation, 0 to 0.1."""
     volatility_halflife: float = 24.0
     """Half-life in hours of the trailing daily volatility and volume that the impact uses, above 0 to 10,000."""
+    extra_costs: dict[str, float] = field(default_factory=extra_rates, hash=False)
+    """Rates, 0 or more, of costs added with tailguard.market.costs.register_cost, by kind; their defaults where left
+    out."""
 
     def __post_init__(self) -> None:
         check_range("market.capital", self.capital, low=0, low_open=True, high=1e15)
@@ -53,6 +58,14 @@ class MarketConfig:
         check_range("market.maintenance_margin", self.maintenance_margin, low=0, high=0.5)
         check_range("market.liquidation_fee", self.liquidation_fee, low=0, high=0.1)
         check_range("market.volatility_halflife", self.volatility_halflife, low=0, low_open=True, high=10_000)
+        known = extra_rates()
+        for kind, rate in self.extra_costs.items():
+            if kind not in known:
+                raise ConfigError(
+                    f"market.extra_costs: no cost {kind!r} is registered; there are {', '.join(known) or 'none'}. "
+                    "Register it first: tailguard.market.costs.register_cost"
+                )
+            check_range(f"market.extra_costs.{kind}", rate, low=0, high=math.inf, high_open=True)
         if self.leverage * self.maintenance_margin >= 1:
             raise ConfigError(
                 f"market.leverage: {self.leverage:g} with market.maintenance_margin {self.maintenance_margin:g} would "

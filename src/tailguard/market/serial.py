@@ -2,7 +2,7 @@
 
 A policy that observes its own account must be evaluated bar by bar, so a backtest cannot be one batch. `SerialAccount`
 carries equity and weights from bar to bar; `simulator.step` over all bars at once then computes the books, and
-`check_agreement` compares the two.
+`check_agreement` compares the two. Formulas of costs in floats stand beside those in tensors, in `market.costs`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 
 from tailguard.errors import TailguardError
 from tailguard.market import simulator
+from tailguard.market.costs import Fill, Holding
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Market
+from tailguard.market.tables import Bar, Market
 
 
 class SerialAccount:
@@ -28,53 +29,72 @@ class SerialAccount:
         self.unfilled: list[float] = [0.0] * market.assets
         """Unfilled part of each order in the last bar, as a share of the equity before it."""
         self._market = market
+        # Rows first, so that a bar is one contiguous block.
         self._bars = market.table.permute(1, 0, 2).double().contiguous().numpy()
         rates = market.rates
-        self._fee, self._half_spread = float(rates.fee), float(rates.half_spread)
-        self._maintenance_margin, self._slack = float(rates.maintenance_margin), float(rates.slack)
-        self._borrow_per_bar, self._tiny = float(rates.borrow_per_bar), float(rates.tiny)
+        self._maintenance_margin, self._slack, self._tiny = (
+            float(rate) for rate in (rates.maintenance_margin, rates.slack, rates.tiny)
+        )
+        due = (*market.costs["order"], *market.costs["close"])
+        # One cost without a formula in floats, and every bar is left to the simulator.
+        self._is_plain = all(cost.plain is not None for cost in due)
+        self._order_costs, self._unbounded_costs, self._close_costs = (
+            tuple((cost.plain, float(rates.costs[cost.kind])) for cost in costs if cost.plain is not None)
+            for costs in (
+                market.costs["order"],
+                [cost for cost in market.costs["close"] if not cost.in_reach],
+                market.costs["close"],
+            )
+        )
 
     def step(self, target: Sequence[float]) -> bool:
         """Trade to the target weights [A] at the next open, NaN to hold, and advance to the next close.
 
         The formulas, and their order, are those of `simulator.step`. Returns whether the account was liquidated.
         """
-        gap, move, _, _, coefficient, capacity, funding_rate, reach = self._bars[self.row + 1].tolist()
+        bar: Bar[list[float]] = Bar(*self._bars[self.row + 1].tolist())
         equity, weights = self.equity, self.weights
-        gap_pnl = sum([weight * jump for weight, jump in zip(weights, gap, strict=True)])
+        gap_pnl = sum([weight * jump for weight, jump in zip(weights, bar.gap, strict=True)])
         opened = gap_pnl + 1.0
         room = max(equity, self._tiny)
-        turnover = impact = gain_sum = funding = at_risk = long = short = 0.0
-        values, unfilled = [], [0.0] * len(weights)
+        turnover = gain_sum = at_risk = 0.0
+        orders, trades, positions, values = [], [], [], []
+        unfilled = [0.0] * len(weights)
         for asset, weight in enumerate(weights):
-            position = weight + weight * gap[asset]
-            if target[asset] == target[asset]:
+            position = weight + weight * bar.gap[asset]
+            order = traded = 0.0
+            if target[asset] == target[asset]:  # NaN, which is not equal to itself, holds the position
                 wanted = target[asset] * opened - position
-                traded = min(abs(wanted), capacity[asset] / room)
+                traded = min(abs(wanted), bar.capacity[asset] / room)
                 turnover += traded
-                impact += traded * coefficient[asset] * math.sqrt(traded * equity)
                 order = math.copysign(traded, wanted)
                 unfilled[asset] = wanted - order
                 position += order
-            gain = position * move[asset]
-            value = position + gain
+            gain = position * bar.move[asset]
             gain_sum += gain
-            funding += funding_rate[asset] * (value if self._market.signed_funding else abs(value))
-            at_risk += abs(position) * reach[asset]
-            if position > 0:
-                long += position
-            else:
-                short -= position
-            values.append(value)
-        trading_cost = self._fee * turnover + self._half_spread * turnover + impact
+            at_risk += abs(position) * bar.reach[asset]
+            orders.append(order)
+            trades.append(traded)
+            positions.append(position)
+            values.append(position + gain)
         self.unfilled = unfilled
-        filled = opened - trading_cost
-        if filled - at_risk - self._maintenance_margin * turnover <= self._slack:
+        if not self._is_plain:
             return self._exact_step(target)
-        borrow = 0.0
-        if self._market.charges_borrow:
-            borrow = self._borrow_per_bar * (short + max(long - filled, 0.0))
-        net = gap_pnl + gain_sum - (trading_cost + funding + borrow)
+        fill = Fill(self._market, bar, equity, orders, trades, turnover)
+        trading_cost = 0.0
+        for amount, rate in self._order_costs:
+            trading_cost += amount(rate, fill)
+        filled = opened - trading_cost
+        holding = Holding(self._market, bar, equity, filled, positions, values)
+        floor = filled - at_risk - self._maintenance_margin * turnover
+        for amount, rate in self._unbounded_costs:
+            floor -= max(amount(rate, holding), 0.0)
+        if floor <= self._slack:
+            return self._exact_step(target)
+        paid = trading_cost
+        for amount, rate in self._close_costs:
+            paid += amount(rate, holding)
+        net = gap_pnl + gain_sum - paid
         closed = net + 1.0
         self.row += 1
         self.equity = equity + equity * net
@@ -82,7 +102,7 @@ class SerialAccount:
         return False
 
     def _exact_step(self, target: Sequence[float]) -> bool:
-        """A bar in which the margin may run out: rare, so the simulator itself handles it."""
+        """The bar by the simulator itself: the margin may run out (rare), or a cost has no formula in floats."""
         dtype = self._market.dtype
         wanted = torch.tensor([list(target)], dtype=dtype)
         state = MarketState(

@@ -6,9 +6,10 @@ there before fees, and the account is carried to the close of bar t+1:
     equity at the open     e₀ = 1 + Σ w·gap
     order                  Δ  = target·e₀ − w·(1 + gap), at most the bar's capacity
     position               v  = w·(1 + gap) + Δ
-    equity at the close    e  = e₀ − fee − spread − impact + Σ v·move − funding − borrow
+    equity at the close    e  = e₀ − costs of the order + Σ v·move − costs at the close
 
-All of these are shares of the equity before the step. Where equity falls to the maintenance margin, the account is
+The table in `market.costs` names the costs: fee, spread and impact of the order, funding and borrow at the close. All
+amounts are shares of the equity before the step. Where equity falls to the maintenance margin, the account is
 liquidated: at the open before it trades, inside the bar on the way to its worst prices, or at the close, when funding
 and borrow are due.
 
@@ -19,26 +20,16 @@ discontinuity; the books of a liquidated account are constants for the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
 from tailguard.flags import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
-from tailguard.market.costs import (
-    CLOSE_COSTS,
-    COST_KINDS,
-    ORDER_COSTS,
-    borrow_cost,
-    funding_cost,
-    impact_cost,
-    over_assets,
-)
+from tailguard.market.costs import Fill, Holding, Moment, charge, over_assets, total
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Market, Rates
+from tailguard.market.tables import Bar, Market, Rates
 
 NO_LIMIT = 1e12
 """Capacity, in starting capitals, that no order reaches. An infinite one would have an infinite slope in the equity."""
@@ -48,21 +39,15 @@ NO_LIMIT = 1e12
 class Transition:
     """Result of one bar for each account, as shares of the equity before it, [N] each.
 
-    net = pnl − fee − spread − impact − funding − borrow − liquidation + shortfall
+    net = pnl − Σ costs + shortfall
     """
 
     net: Tensor
     """Growth of equity net of everything: next equity / equity − 1."""
     pnl: Tensor
     """Gain from prices alone."""
-    fee: Tensor
-    spread: Tensor
-    impact: Tensor
-    funding: Tensor
-    """Negative where a short receives funding at an observed rate; every other cost is never below zero."""
-    borrow: Tensor
-    liquidation: Tensor
-    """Liquidation fee."""
+    costs: dict[str, Tensor]
+    """Costs by kind, in the order of the table. Observed funding is below zero where a short receives it."""
     shortfall: Tensor
     """Loss beyond the account's equity, which the exchange bears."""
     turnover: Tensor
@@ -71,15 +56,6 @@ class Transition:
     """Absolute value ordered beyond the bar's capacity."""
     liquidated: Tensor
     """bool: the account was liquidated."""
-
-    def costs(self) -> dict[str, Tensor]:
-        """The costs by kind."""
-        return {kind: getattr(self, kind) for kind in COST_KINDS}
-
-
-def total(amounts: Iterable[Tensor]) -> Tensor:
-    """Their sum, from left to right."""
-    return reduce(torch.add, amounts)
 
 
 def step(
@@ -92,89 +68,84 @@ def step(
     """
     rates = market.rates
     row = state.row + 1
-    gap, move, low, high, coefficient, capacity, funding_rate, reach = market.table.index_select(1, row).unbind(0)
+    bar = Bar(*market.table.index_select(1, row).unbind(0))
     equity = state.equity.unsqueeze(1)
 
-    gap_gain = state.weights * gap
+    # The gap belongs to the old position: the target was chosen at the last close and cannot fill before the open.
+    gap_gain = state.weights * bar.gap
     gap_pnl = over_assets(gap_gain)
     opened = Account(gap_pnl + rates.one, state.weights + gap_gain)
 
+    # Sized on the equity before the order's own costs, as brokers and the usual backtesters do. Sizing net of costs
+    # would be an implicit equation, because the costs depend on the size.
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
-    limit = _fill_limit(capacity, equity, rates)
+    limit = _fill_limit(bar.capacity, equity, rates)
     # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
     order = torch.clamp(wanted, -limit, limit)
     traded = order.abs()
     turnover = over_assets(traded)
-    order_costs = {
-        "fee": rates.fee * turnover,
-        "spread": rates.half_spread * turnover,
-        "impact": impact_cost(traded, equity, coefficient),
-    }
+    order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
     trading_cost = total(order_costs.values())
     filled = Account(opened.equity - trading_cost, opened.positions + order)
 
-    gain = filled.positions * move
-    value = filled.positions + gain
-    close_costs = {
-        "funding": funding_cost(value, funding_rate, market),
-        "borrow": borrow_cost(filled.positions, filled.equity, market),
-    }
+    # The move belongs to the new position. What is due at the close is computed last, on the values there.
+    gain = filled.positions * bar.move
+    values = filled.positions + gain
+    close_costs = charge(market, "close", Holding(market, bar, equity, filled.equity, filled.positions, values))
     pnl = gap_pnl + over_assets(gain)
+    # From the parts, not as closed equity − 1: the return of a quiet bar would lose digits in that difference.
     net = pnl - total([trading_cost, *close_costs.values()])
-    closed = Account(net + rates.one, value)
+    closed = Account(net + rates.one, values)
 
     # If this bound holds for all, no account is liquidated; where it fails, the exact check decides.
-    liquidated = margin_floor(filled, turnover, reach, rates) <= rates.slack
+    floor = margin_floor(filled, turnover, bar.reach, rates)
+    # An income does not raise the bound: until the close it is not there.
+    for cost in market.costs["close"]:
+        if not cost.in_reach:
+            floor = floor - close_costs[cost.kind].clamp(min=0)
     nothing = torch.zeros_like(net)
-    booked = {
-        "net": net,
-        "pnl": pnl,
-        **order_costs,
-        **close_costs,
-        "liquidation": nothing,
-        "shortfall": nothing,
-        "turnover": turnover,
-        "unfilled": over_assets(wanted.abs()) - turnover,
-    }
-    if may_hold_any(liquidated):
-        worst = torch.minimum(filled.positions * low, filled.positions * high)
-        liquidated, changes = _forced_closes(booked, rates, opened, filled, closed, worst)
-        booked |= changes
-        # Set to zero before the division: a slope of 1/equity at equity 0 would enter the gradient as 0·∞.
-        closed = Account(closed.equity.masked_fill(liquidated, 1), value.masked_fill(liquidated, 0))
-    weights = closed.positions / closed.equity
-    transition = Transition(
-        **{name: amount.squeeze(1) for name, amount in booked.items()}, liquidated=liquidated.squeeze(1)
+    booked = Transition(
+        net=net,
+        pnl=pnl,
+        costs=order_costs | close_costs | {cost.kind: nothing for cost in market.costs["liquidation"]},
+        shortfall=nothing,
+        turnover=turnover,
+        unfilled=over_assets(wanted.abs()) - turnover,
+        liquidated=floor <= rates.slack,
     )
+    if may_hold_any(booked.liquidated):
+        worst = torch.minimum(filled.positions * bar.low, filled.positions * bar.high)
+        booked = _with_forced_closes(booked, market, opened, filled, closed, worst)
+        # Set to zero before the division: a slope of 1/equity at equity 0 would enter the gradient as 0·∞.
+        liquidated = booked.liquidated
+        closed = Account(closed.equity.masked_fill(liquidated, 1), values.masked_fill(liquidated, 0))
+    weights = closed.positions / closed.equity
+    transition = _per_account(booked)
     return MarketState(row, torch.addcmul(state.equity, state.equity, transition.net), weights), transition
 
 
 def _fill_limit(capacity: Tensor, equity: Tensor, rates: Rates) -> Tensor:
-    """Largest order as a share of equity, [N, A]."""
+    """Largest order as a share of equity, [N, A]: the capacity is a sum of money, so it falls as the account grows."""
     if equity.requires_grad:
         capacity = capacity.clamp(max=NO_LIMIT)
     return capacity / torch.maximum(equity, rates.tiny)
 
 
-def _forced_closes(
-    booked: dict[str, Tensor],
-    rates: Rates,
-    opened: Account,
-    filled: Account,
-    closed: Account,
-    worst: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Which accounts are liquidated, [N, 1], and the changes to the books, [N, 1] each.
+def _with_forced_closes(
+    booked: Transition, market: Market, opened: Account, filled: Account, closed: Account, worst: Tensor
+) -> Transition:
+    """The books, [N, 1] each, with the accounts closed whose margin runs out; `worst` [N, A] as for `liquidate`.
 
     An account closes at the first moment without margin. Later events of the bar do not happen: neither the
-    trade, nor funding and borrow.
+    trade, nor the costs at the close. The worst prices count before the close, because a bar does not tell their order.
     """
+    rates = market.rates
     at_open = margin_excess(opened, rates) <= rates.zero
     before_close = at_open | (margin_excess(revalue(filled, worst), rates) <= rates.zero)
     liquidated = before_close | (margin_excess(closed, rates) <= rates.zero)
-    nothing = torch.zeros_like(booked["net"])
+    nothing = torch.zeros_like(booked.net)
 
     def first_of(opening: Tensor, filling: Tensor, closing: Tensor) -> Tensor:
         # Constants for the gradient, see above: without a liquidation, the denominator is close to zero.
@@ -186,17 +157,34 @@ def _forced_closes(
             first_of(opened.positions, filled.positions, closed.positions),
         ),
         worst.detach(),
-        rates,
+        market,
     )
-    trade = (*ORDER_COSTS, "turnover", "unfilled")
-    traded = {name: torch.where(at_open, nothing, booked[name]) for name in trade}
-    held = {name: torch.where(before_close, nothing, booked[name]) for name in CLOSE_COSTS}
-    costs = total([*(traded[kind] for kind in ORDER_COSTS), *held.values()])
-    return liquidated, {
-        **traded,
-        **held,
-        "net": torch.where(liquidated, forced.equity - 1, booked["net"]),
-        "pnl": torch.where(liquidated, forced.before_fee - 1 + costs, booked["pnl"]),
-        "liquidation": torch.where(liquidated, forced.fee, nothing),
-        "shortfall": torch.where(liquidated, forced.shortfall, nothing),
+    skipped: dict[Moment, Tensor] = {"order": at_open, "close": before_close}
+    paid = {
+        cost.kind: torch.where(skip, nothing, booked.costs[cost.kind])
+        for moment, skip in skipped.items()
+        for cost in market.costs[moment]
     }
+    return Transition(
+        net=torch.where(liquidated, forced.equity - 1, booked.net),
+        # What costs do not explain is the price's: net = pnl − Σ costs + shortfall by construction.
+        pnl=torch.where(liquidated, forced.before_costs - 1 + total(paid.values()), booked.pnl),
+        costs=paid | {kind: torch.where(liquidated, cost, nothing) for kind, cost in forced.costs.items()},
+        shortfall=torch.where(liquidated, forced.shortfall, nothing),
+        turnover=torch.where(at_open, nothing, booked.turnover),
+        unfilled=torch.where(at_open, nothing, booked.unfilled),
+        liquidated=liquidated,
+    )
+
+
+def _per_account(booked: Transition) -> Transition:
+    """The books [N, 1] as [N]."""
+    return Transition(
+        net=booked.net.squeeze(1),
+        pnl=booked.pnl.squeeze(1),
+        costs={kind: cost.squeeze(1) for kind, cost in booked.costs.items()},
+        shortfall=booked.shortfall.squeeze(1),
+        turnover=booked.turnover.squeeze(1),
+        unfilled=booked.unfilled.squeeze(1),
+        liquidated=booked.liquidated.squeeze(1),
+    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -15,33 +16,45 @@ from torch import Tensor
 from tailguard.data.panel import Float, Panel
 from tailguard.errors import BarsError
 from tailguard.market.config import MarketConfig
+from tailguard.market.costs import COSTS, Cost, Moment, costs_by_moment
 
 EIGHT_HOURS_MS = 8 * 3_600_000
 DAY_MS = 86_400_000
 
-COLUMNS = ("gap", "move", "low", "high", "impact", "capacity", "funding", "reach")
-"""Columns of `Market.table`, all about the fill bar:
+Values = TypeVar("Values")
 
-gap       open / previous close − 1 (0 on a segment's first row)
-move      close / open − 1
-low       low / open − 1
-high      high / open − 1
-impact    price impact of an order worth the whole starting capital; it grows with the root of the order
-capacity  largest order as a multiple of the starting capital
-funding   rate due on the notional held at the bar's close
-reach     the most margin a position can lose or need in the bar, as a share of its value at the fill
-"""
+
+class Bar(NamedTuple, Generic[Values]):
+    """What a step reads of its fill bar: the columns of `Market.table`, [N, A] each, or A floats for one account."""
+
+    gap: Values
+    """open / previous close − 1 (0 on a segment's first row)"""
+    move: Values
+    """close / open − 1"""
+    low: Values
+    """low / open − 1"""
+    high: Values
+    """high / open − 1"""
+    impact: Values
+    """Price impact of an order worth the whole starting capital; it grows with the root of the order."""
+    capacity: Values
+    """Largest order as a multiple of the starting capital."""
+    funding: Values
+    """Rate due on the notional held at the bar's close."""
+    reach: Values
+    """The most margin a position can lose or need in the bar, as a share of its value at the fill."""
+
+
+COLUMNS = Bar._fields
 
 
 @dataclass(frozen=True)
 class Rates:
     """The config's numbers as 0-dim tensors: they change without recompiling and mix with tensors at full speed."""
 
-    fee: Tensor
-    half_spread: Tensor
+    costs: dict[str, Tensor]
+    """Rate of each cost per use or per bar, by kind."""
     maintenance_margin: Tensor
-    liquidation_fee: Tensor
-    borrow_per_bar: Tensor
     zero: Tensor
     one: Tensor
     slack: Tensor
@@ -55,13 +68,15 @@ class Market:
     """Bars as a simulator reads them. Memory grows with the bars, never with the number of environments."""
 
     table: Tensor
-    """[K, R, A], K as in `COLUMNS`."""
+    """[K, R, A], K as in `Bar`."""
     segment: Tensor
     """Gap-free stretch each row belongs to, [R] int32."""
     time: Tensor
     """Open time of each bar in ms, [R] int64."""
     config: MarketConfig
     rates: Rates
+    costs: Mapping[Moment, tuple[Cost, ...]]
+    """The table of costs as it was when the market was built, by the moment at which they are charged."""
     signed_funding: bool
     """True: `funding` holds observed rates, paid by longs and received by shorts. False: a cost for both."""
     charges_borrow: bool
@@ -110,6 +125,7 @@ def market_of_table(panel: Panel, table: Tensor, config: MarketConfig) -> Market
         time=as_tensor(panel.time).to(table.device),
         config=config,
         rates=_rates(config, panel.bars_per_year, table.dtype, table.device),
+        costs=costs_by_moment(),
         signed_funding=config.observed_funding and panel.funding is not None,
         charges_borrow=config.borrow_rate > 0,
         bars_per_year=panel.bars_per_year,
@@ -235,11 +251,8 @@ def _rates(config: MarketConfig, bars_per_year: float, dtype: torch.dtype, devic
         return torch.tensor(value, dtype=dtype, device=device)
 
     return Rates(
-        fee=tensor(config.fee),
-        half_spread=tensor(config.half_spread),
+        costs={kind: tensor(cost.rate_per_bar(config, bars_per_year)) for kind, cost in COSTS.items()},
         maintenance_margin=tensor(config.maintenance_margin),
-        liquidation_fee=tensor(config.liquidation_fee),
-        borrow_per_bar=tensor(config.borrow_rate / bars_per_year),
         zero=tensor(0.0),
         one=tensor(1.0),
         slack=tensor(1e-3),

@@ -100,42 +100,42 @@ class ActionHead(nn.Module, ABC):
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [..., F] -> parameters [..., P]."""
-        return self.parameters_of(full_precision([self.linear], features)[0])
+        return self.dist_params_of(full_precision([self.linear], features)[0])
 
     @abstractmethod
-    def parameters_of(self, output: Tensor) -> Tensor:
+    def dist_params_of(self, output: Tensor) -> Tensor:
         """The linear layer's output -> parameters [..., P]."""
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
-        """Random numbers for rows [...] of this shape, which `pick` turns into raw actions."""
+        """Random numbers for rows [...] of this shape, which `sample_from_noise` turns into raw actions."""
 
     @abstractmethod
-    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
+    def sample_from_noise(self, dist_params: Tensor, noise: Tensor) -> Tensor:
         """The raw action, [..., raw_size], from parameters and random numbers."""
 
-    def sample(self, parameters: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, dist_params: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a raw action, [..., raw_size]."""
-        return self.pick(parameters, self.draw(parameters.shape[:-1], generator).to(parameters))
+        return self.sample_from_noise(dist_params, self.draw(dist_params.shape[:-1], generator).to(dist_params))
 
     @abstractmethod
-    def mode(self, parameters: Tensor) -> Tensor:
+    def mode(self, dist_params: Tensor) -> Tensor:
         """The raw action a deterministic policy takes, [..., raw_size]."""
 
     @abstractmethod
-    def log_prob(self, parameters: Tensor, raw: Tensor) -> Tensor:
+    def log_prob(self, dist_params: Tensor, raw: Tensor) -> Tensor:
         """Log probability (or density) of the raw action, [...], as used in PPO's ratio."""
 
     @abstractmethod
-    def log_prob_env(self, parameters: Tensor, raw: Tensor) -> Tensor:
+    def log_prob_env(self, dist_params: Tensor, raw: Tensor) -> Tensor:
         """Log probability (or density) of the action the environment sees, [...]."""
 
     @abstractmethod
-    def entropy(self, parameters: Tensor) -> Tensor:
+    def entropy(self, dist_params: Tensor) -> Tensor:
         """Entropy of the action the environment sees, [...]."""
 
     @abstractmethod
-    def collapse_margin(self, parameters: Tensor) -> Tensor:
+    def collapse_margin(self, dist_params: Tensor) -> Tensor:
         """Distance from a practically deterministic policy (1 %), [...]; below 0 the policy is one."""
 
     @abstractmethod
@@ -196,7 +196,7 @@ class GaussianHead(ActionHead):
     def raw_dtype(self) -> torch.dtype:
         return self.linear.weight.dtype
 
-    def parameters_of(self, output: Tensor) -> Tensor:
+    def dist_params_of(self, output: Tensor) -> Tensor:
         if self.free_log_std is None:
             mean, free = output.chunk(2, dim=-1)
         else:
@@ -208,37 +208,37 @@ class GaussianHead(ActionHead):
         weight = self.linear.weight
         return torch.randn((*shape, self.raw_size), generator=generator, dtype=weight.dtype, device=weight.device)
 
-    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
-        mean, log_std = parameters.chunk(2, dim=-1)
-        return mean + torch.exp(log_std) * chance
+    def sample_from_noise(self, dist_params: Tensor, noise: Tensor) -> Tensor:
+        mean, log_std = dist_params.chunk(2, dim=-1)
+        return mean + torch.exp(log_std) * noise
 
-    def mode(self, parameters: Tensor) -> Tensor:
+    def mode(self, dist_params: Tensor) -> Tensor:
         """The mean: with `squash` the median of the action."""
-        mean, _ = parameters.chunk(2, dim=-1)
+        mean, _ = dist_params.chunk(2, dim=-1)
         return mean
 
-    def log_prob(self, parameters: Tensor, raw: Tensor) -> Tensor:
-        mean, log_std = parameters.chunk(2, dim=-1)
+    def log_prob(self, dist_params: Tensor, raw: Tensor) -> Tensor:
+        mean, log_std = dist_params.chunk(2, dim=-1)
         return gaussian_log_prob(mean, log_std, raw).sum(-1)
 
-    def log_prob_env(self, parameters: Tensor, raw: Tensor) -> Tensor:
-        log_prob = self.log_prob(parameters, raw)
+    def log_prob_env(self, dist_params: Tensor, raw: Tensor) -> Tensor:
+        log_prob = self.log_prob(dist_params, raw)
         if not self.squash:
             return log_prob
         return log_prob - (log_tanh_slope(raw) + self._log_half_width).sum(-1)
 
-    def entropy(self, parameters: Tensor) -> Tensor:
-        mean, log_std = parameters.chunk(2, dim=-1)
+    def entropy(self, dist_params: Tensor) -> Tensor:
+        mean, log_std = dist_params.chunk(2, dim=-1)
         if not self.squash:
             return (0.5 + LOG_SQRT_2PI + log_std).sum(-1)
         return (squashed_gaussian_entropy(mean, log_std) + self._log_half_width).sum(-1)
 
-    def collapse_margin(self, parameters: Tensor) -> Tensor:
+    def collapse_margin(self, dist_params: Tensor) -> Tensor:
         """Log of the standard deviation over 1 % of the range's half, mean over the dimensions. Before squashing: a
         policy that rests at the end of its range may still explore, and one that rests in the middle may not. The
         scheduled exploration factor does not count."""
         half = torch.ones_like(self.low) if self.squash else self._half_width.nan_to_num(posinf=1.0)
-        return (parameters.chunk(2, dim=-1)[1] - self.exploration - torch.log(COLLAPSED * half)).mean(-1)
+        return (dist_params.chunk(2, dim=-1)[1] - self.exploration - torch.log(COLLAPSED * half)).mean(-1)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         """Squashing is one-to-one, so the KL divergence of the squashed policies is that of the Gaussians."""
@@ -278,39 +278,39 @@ class CategoricalHead(ActionHead):
     def raw_dtype(self) -> torch.dtype:
         return torch.int64
 
-    def parameters_of(self, output: Tensor) -> Tensor:
+    def dist_params_of(self, output: Tensor) -> Tensor:
         return output
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight
         return torch.rand((*shape, self.parameter_size), generator=generator, dtype=weight.dtype, device=weight.device)
 
-    def pick(self, parameters: Tensor, chance: Tensor) -> Tensor:
+    def sample_from_noise(self, dist_params: Tensor, noise: Tensor) -> Tensor:
         """The Gumbel-max trick: the largest of logit - log(-log(uniform)); nothing is read back from the device."""
-        return self.mode(parameters - torch.log(-torch.log(chance)))
+        return self.mode(dist_params - torch.log(-torch.log(noise)))
 
-    def mode(self, parameters: Tensor) -> Tensor:
-        return torch.stack([logits.argmax(-1) for logits in torch.split(parameters, self.sizes, dim=-1)], dim=-1)
+    def mode(self, dist_params: Tensor) -> Tensor:
+        return torch.stack([logits.argmax(-1) for logits in torch.split(dist_params, self.sizes, dim=-1)], dim=-1)
 
-    def log_prob(self, parameters: Tensor, raw: Tensor) -> Tensor:
+    def log_prob(self, dist_params: Tensor, raw: Tensor) -> Tensor:
         chosen = [
             log_probabilities.gather(-1, choice)
             for log_probabilities, choice in zip(
-                self._log_probabilities(parameters), torch.split(raw, 1, dim=-1), strict=True
+                self._log_probabilities(dist_params), torch.split(raw, 1, dim=-1), strict=True
             )
         ]
         return torch.cat(chosen, dim=-1).sum(-1)
 
-    def log_prob_env(self, parameters: Tensor, raw: Tensor) -> Tensor:
-        return self.log_prob(parameters, raw)
+    def log_prob_env(self, dist_params: Tensor, raw: Tensor) -> Tensor:
+        return self.log_prob(dist_params, raw)
 
-    def entropy(self, parameters: Tensor) -> Tensor:
-        log_probabilities = torch.cat(self._log_probabilities(parameters), dim=-1)
+    def entropy(self, dist_params: Tensor) -> Tensor:
+        log_probabilities = torch.cat(self._log_probabilities(dist_params), dim=-1)
         return -(log_probabilities.exp() * log_probabilities).sum(-1)
 
-    def collapse_margin(self, parameters: Tensor) -> Tensor:
+    def collapse_margin(self, dist_params: Tensor) -> Tensor:
         """Entropy above 1 % of that of a uniform policy."""
-        return self.entropy(parameters) - COLLAPSED * sum(math.log(size) for size in self.sizes)
+        return self.entropy(dist_params) - COLLAPSED * sum(math.log(size) for size in self.sizes)
 
     def kl(self, old: Tensor, new: Tensor) -> Tensor:
         log_old = torch.cat(self._log_probabilities(old), dim=-1)
@@ -323,9 +323,9 @@ class CategoricalHead(ActionHead):
     def from_env(self, action: Tensor) -> Tensor:
         return action.to(torch.int64)
 
-    def _log_probabilities(self, parameters: Tensor) -> list[Tensor]:
+    def _log_probabilities(self, dist_params: Tensor) -> list[Tensor]:
         """K tensors [..., size]"""
-        return [torch.log_softmax(logits, dim=-1) for logits in torch.split(parameters, self.sizes, dim=-1)]
+        return [torch.log_softmax(logits, dim=-1) for logits in torch.split(dist_params, self.sizes, dim=-1)]
 
 
 def make_action_head(feature_size: int, action_space: ActionSpace, **options: Any) -> ActionHead:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tailguard.models.actions import GaussianHead
-from tailguard.models.agent import ActorCritic
 from tailguard.models.memory import LSTMMemory, MemoryState
+from tailguard.models.policy import ActorCritic
 from tailguard.models.precision import is_narrow
 
 

@@ -42,8 +42,8 @@ def recurrence(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_star
     """
     if not torch.is_grad_enabled():
         return cast(tuple[Tensor, Tensor], _without_gradient(gates, weight, h, c, episode_start))
-    found: tuple[Tensor, Tensor] = _Recurrence.apply(gates, weight, h, c, episode_start)  # type: ignore[no-untyped-call]
-    return found
+    output: tuple[Tensor, Tensor] = _Recurrence.apply(gates, weight, h, c, episode_start)  # type: ignore[no-untyped-call]
+    return output
 
 
 @torch.library.custom_op("tailguard::recurrence", mutates_args=())

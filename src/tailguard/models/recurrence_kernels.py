@@ -113,13 +113,17 @@ def _fused_forward(
     gate = number[:, None] * (4 * H) + unit[None, :]
     w = weight + unit[:, None] * (4 * H) + unit[None, :]
     narrow = h0.dtype.element_ty
+    # h and c stay in registers over all steps: a row depends on no other row, so programs never wait for each other.
     h = tl.load(h0 + first * H + state, mask=there, other=0.0)
     c = tl.load(c0 + first * H + state, mask=there, other=0.0)
     for t in range(steps):
         at = tl.cast(t, tl.int64) * rows + first
         given = gates + at * (4 * H) + gate
+        # The state is cleared before a row that starts an episode, as in eager mode.
         goes_on = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
         h = tl.where(goes_on, h, 0.0).to(narrow)
+        # PyTorch's order of gates in memory is i, f, g, o. Input and candidate come first, because their product frees
+        # the registers of both before the other two gates are computed.
         i = tl.sigmoid(tl.dot(h, tl.load(w)) + tl.load(given, mask=there, other=0.0))
         g = _tanh(tl.dot(h, tl.load(w + 2 * H)) + tl.load(given + 2 * H, mask=there, other=0.0))
         if KEEP:
@@ -166,6 +170,7 @@ def _fused_backward(
         if HAS_CELLS:
             of_c += tl.load(of_cells + at * H + state, mask=there, other=0.0).to(tl.float32)
 
+        # h = o·tanh(c): the output gate first, because its product begins the gradient of the state before.
         o = tl.load(kept + 3 * H, mask=there, other=0.0).to(tl.float32)
         shown = _tanh(tl.load(cells + at * H + state, mask=there, other=0.0))
         of_c += of_h * o * (1 - shown * shown)
@@ -173,6 +178,7 @@ def _fused_backward(
         tl.store(made + 3 * H, part, mask=there)
         of_h = tl.dot(part, tl.load(w + 3 * H * H))
 
+        # c = f·c_before + i·g. Sigmoid and tanh give their slopes from their outputs: s(1 − s) and 1 − t².
         i = tl.load(kept, mask=there, other=0.0).to(tl.float32)
         g = tl.load(kept + 2 * H, mask=there, other=0.0).to(tl.float32)
         part = (of_c * g * i * (1 - i)).to(narrow)
@@ -191,6 +197,7 @@ def _fused_backward(
         tl.store(made + H, part, mask=there)
         of_h = tl.dot(part, tl.load(w + H * H), acc=of_h)
 
+        # Nothing goes back over an episode's start.
         of_c = tl.where(goes_on, of_c * f, 0.0)
         of_h = tl.where(goes_on, of_h, 0.0)
     tl.store(of_h0 + first * H + state, of_h, mask=there)

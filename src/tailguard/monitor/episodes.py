@@ -50,7 +50,7 @@ class EpisodeTracker:
         self.kept[-1].fill_(torch.nan)  # its content depends on the order of the scatter
         self.count += number[-1]
 
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         """Means over the last finished episodes, by name; NaN before the first one."""
         held = torch.arange(WINDOW, device=self.kept.device) < self.count
         sums = torch.where(held.unsqueeze(-1), self.kept[:-1], 0.0).sum(0)

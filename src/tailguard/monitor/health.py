@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Figures = Mapping[str, float]
+Metrics = Mapping[str, float]
 Past = Mapping[str, Sequence[float]]
 
 REMEMBERED = ("train/grad_norm",)
@@ -45,7 +45,7 @@ class Rule:
     """One failure mode of training."""
 
     name: str
-    check: Callable[[Figures, Past], str | None]
+    check: Callable[[Metrics, Past], str | None]
     """Returns a message with the values if they are bad, otherwise None."""
     usually: str
     """Common causes and what to do."""
@@ -55,21 +55,21 @@ class Rule:
     """Iterations at the start of training that are ignored."""
 
 
-def _value(figures: Figures, name: str) -> float:
-    return figures.get(name, math.nan)
+def _value(metrics: Metrics, name: str) -> float:
+    return metrics.get(name, math.nan)
 
 
-def learning_stopped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
+def learning_stopped(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001 (see Rule)
     """An iteration without a single optimiser step."""
-    if _value(figures, "train/n_updates") > 0:
+    if _value(metrics, "train/n_updates") > 0:
         return None
     return "no optimiser step was taken in this iteration or the ones before it: the agent has stopped learning."
 
 
-def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def critic_vanished(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A critic whose gradient is below a millionth of the whole network's."""
-    whole = _value(figures, "train/grad_norm")
-    for name, norm in figures.items():
+    whole = _value(metrics, "train/grad_norm")
+    for name, norm in metrics.items():
         if name.startswith("critic/grad_norm_") and norm < 1e-6 * whole:
             number = name.removeprefix("critic/grad_norm_")
             return (
@@ -79,21 +79,21 @@ def critic_vanished(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     return None
 
 
-def critic_imbalanced(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def critic_imbalanced(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """Twin critics whose gradients differ a hundredfold."""
-    ratio = _value(figures, "critic/grad_ratio")
+    ratio = _value(metrics, "critic/grad_ratio")
     if not ratio > 100:
         return None
-    one, two = (_value(figures, f"critic/grad_norm_{number}") for number in (1, 2))
+    one, two = (_value(metrics, f"critic/grad_norm_{number}") for number in (1, 2))
     return (
         f"the critics' gradient norms are {one:.1e} and {two:.1e}, a ratio of {ratio:.0f}: the twin critics act as one."
     )
 
 
-def lstm_dead(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def lstm_dead(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """An LSTM layer whose output is constant or that receives no gradient."""
-    whole = _value(figures, "train/grad_norm")
-    for name, value in figures.items():
+    whole = _value(metrics, "train/grad_norm")
+    for name, value in metrics.items():
         layer = name.removeprefix("lstm/").removesuffix("_hidden_std")
         if name.startswith("lstm/") and name.endswith("_hidden_std") and value < 1e-4:
             return f"the outputs of LSTM layer {layer} are almost constant (standard deviation {value:.1e})."
@@ -106,18 +106,18 @@ def lstm_dead(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
     return None
 
 
-def lstm_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def lstm_saturated(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """An LSTM layer with more than half of its outputs saturated."""
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if name.startswith("lstm/") and name.endswith("_saturated") and value > 0.5:
             layer = name.removeprefix("lstm/").removesuffix("_saturated")
             return f"{100 * value:.0f} % of the outputs of LSTM layer {layer} are saturated, where gradients vanish."
     return None
 
 
-def memorised(figures: Figures) -> str | None:
+def memorised(metrics: Metrics) -> str | None:
     """Growth in training more than three times that on validation, and more by at least 2 a year."""
-    growth, gap = _value(figures, "eval/growth"), _value(figures, "eval/gap")
+    growth, gap = _value(metrics, "eval/growth"), _value(metrics, "eval/gap")
     if not (gap > 2 and growth < gap / 2):
         return None
     return (
@@ -126,54 +126,54 @@ def memorised(figures: Figures) -> str | None:
     )
 
 
-def ratio_clamped(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def ratio_clamped(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """More than 1 % of the log-ratios clamped."""
-    share = _value(figures, "train/log_ratio_clamped")
+    share = _value(metrics, "train/log_ratio_clamped")
     return f"{100 * share:.1f} % of the log-ratios were clamped." if share > 0.01 else None
 
 
-def entropy_collapsed(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def entropy_collapsed(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A policy that no longer explores."""
-    if not _value(figures, "train/entropy_margin") < 0:
+    if not _value(metrics, "train/entropy_margin") < 0:
         return None
-    entropy = _value(figures, "train/entropy")
+    entropy = _value(metrics, "train/entropy")
     return f"the policy's entropy has fallen to {entropy:.2f}: its actions are practically deterministic."
 
 
-def constant_advantages(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def constant_advantages(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A rollout whose advantages are all equal."""
-    if not _value(figures, "train/constant_advantages") > 0:
+    if not _value(metrics, "train/constant_advantages") > 0:
         return None
     return "all advantages of a rollout were equal, so the policy had nothing to learn from it."
 
 
-def gradient_exploding(figures: Figures, past: Past) -> str | None:
+def gradient_exploding(metrics: Metrics, past: Past) -> str | None:
     """A gradient norm a hundred times its recent median."""
     before = past.get("train/grad_norm", ())
-    norm = _value(figures, "train/grad_norm")
+    norm = _value(metrics, "train/grad_norm")
     usual = statistics.median(before) if len(before) >= 5 else math.inf
     return f"the gradient norm is {norm:.1e}; its recent median is {usual:.1e}." if norm > 100 * usual else None
 
 
-def gradient_through_time(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def gradient_through_time(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A gradient that grows a thousandfold during backpropagation through a window."""
-    ratio = _value(figures, "pathwise/slope_ratio")
+    ratio = _value(metrics, "pathwise/slope_ratio")
     if not ratio > 1000:
         return None
     return f"the gradient grows by a factor of {ratio:,.0f} during backpropagation through a window of the market."
 
 
-def policy_saturated(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def policy_saturated(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """Nearly all actions at their bounds, where the gradient of tanh vanishes."""
-    share = _value(figures, "pathwise/saturated")
+    share = _value(metrics, "pathwise/saturated")
     if not share > 0.99:
         return None
     return f"{100 * share:.1f} % of the actions are at their bounds, where the policy gets no gradient."
 
 
-def quantile_crossing(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def quantile_crossing(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """Quantiles out of order by more than a nearly constant return explains."""
-    share, depth = _value(figures, "critic/quantile_crossing"), _value(figures, "critic/quantile_crossing_depth")
+    share, depth = _value(metrics, "critic/quantile_crossing"), _value(metrics, "critic/quantile_crossing_depth")
     if not (share > 0.1 and depth > 0.1):
         return None
     return (
@@ -182,70 +182,70 @@ def quantile_crossing(figures: Figures, past: Past) -> str | None:  # noqa: ARG0
     )
 
 
-def normaliser_drift(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def normaliser_drift(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """Normalisation statistics that one rollout shifted far."""
-    shift = _value(figures, "data/observation_drift")
+    shift = _value(metrics, "data/observation_drift")
     if shift > 0.5:
         return f"one rollout shifted the mean of an observation by {shift:.2f} standard deviations."
-    ratio = _value(figures, "critic/return_std_drift")
+    ratio = _value(metrics, "critic/return_std_drift")
     if ratio > 1.5 or ratio < 1 / 1.5:
         return f"one rollout changed the return's standard deviation by a factor of {ratio:.2f}."
     return None
 
 
-def never_trades(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def never_trades(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """An agent that does not trade."""
-    turnover = _value(figures, "data/turnover")
+    turnover = _value(metrics, "data/turnover")
     return f"turnover is {turnover:.1e} of equity per bar: the agent does not trade." if turnover < 1e-6 else None
 
 
-def always_flips(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def always_flips(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """An agent that reverses its position at nearly every bar."""
-    share = _value(figures, "data/flips")
+    share = _value(metrics, "data/flips")
     return f"positions change sign at {100 * share:.0f} % of the bars." if share > 0.8 else None
 
 
-def _broken_at_cap(figures: Figures) -> str | None:
+def _broken_at_cap(metrics: Metrics) -> str | None:
     """A message if λ is at its cap and the limit is broken by 5 % and by two standard errors of the measured CVaR."""
     tail, mean, limit, error = (
-        100 * _value(figures, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
+        100 * _value(metrics, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
     )
-    broken = _value(figures, "risk/violation") > 0.05 and limit - tail > 2 * error
-    if not (_value(figures, "risk/at_cap") > 0 and broken):
+    broken = _value(metrics, "risk/violation") > 0.05 and limit - tail > 2 * error
+    if not (_value(metrics, "risk/at_cap") > 0 and broken):
         return None
     return (
-        f"the Lagrange multiplier λ is at its cap of {_value(figures, 'risk/lambda'):g}, and the CVaR of recent "
+        f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and the CVaR of recent "
         f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %."
     )
 
 
-def risk_infeasible(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def risk_infeasible(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A Lagrange multiplier at its cap while the limit is still broken."""
-    what = _broken_at_cap(figures)
-    if what is None or _value(figures, "risk/tail_outcomes") < FEW_TAIL_OUTCOMES:
+    what = _broken_at_cap(metrics)
+    if what is None or _value(metrics, "risk/tail_outcomes") < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} So far training has not met the limit."
 
 
-def tail_undersampled(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def tail_undersampled(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """The same, with too few tail outcomes per update to tell whether the limit is feasible."""
-    what, seen = _broken_at_cap(figures), _value(figures, "risk/tail_outcomes")
+    what, seen = _broken_at_cap(metrics), _value(metrics, "risk/tail_outcomes")
     if what is None or not seen < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} An update sees {seen:.2g} tail outcomes: too few to conclude that the limit is infeasible."
 
 
-def tail_mispredicted(figures: Figures, past: Past) -> str | None:  # noqa: ARG001
+def tail_mispredicted(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A critic whose predicted tail differs from the realised one."""
-    share, level = _value(figures, "risk/tail_share"), _value(figures, "risk/alpha")
+    share, level = _value(metrics, "risk/tail_share"), _value(metrics, "risk/alpha")
     if share > 3 * level and share > 0.1:
         return (
             f"{100 * share:.0f} % of the returns fell below the critic's {100 * level:g} % quantile: "
             "the tail is heavier than predicted."
         )
-    limit = abs(_value(figures, "risk/limit"))
-    realised, predicted = _value(figures, "risk/cvar_realised"), _value(figures, "risk/cvar_predicted")
-    if abs(realised - predicted) > 0.5 * max(limit, abs(realised)) and _value(figures, "risk/window_filled") == 1:
+    limit = abs(_value(metrics, "risk/limit"))
+    realised, predicted = _value(metrics, "risk/cvar_realised"), _value(metrics, "risk/cvar_predicted")
+    if abs(realised - predicted) > 0.5 * max(limit, abs(realised)) and _value(metrics, "risk/window_filled") == 1:
         return (
             f"the cost critic predicts a CVaR of {100 * predicted:.2f} %; the realised CVaR is {100 * realised:.2f} %."
         )
@@ -364,13 +364,13 @@ RULES: tuple[Rule, ...] = (
 
 CONSTANT_EVALUATION = Rule(
     "constant_evaluation",
-    lambda figures, past: None,  # noqa: ARG005 (judged over evaluations, see `HealthMonitor.evaluated`)
+    lambda metrics, past: None,  # noqa: ARG005 (judged over evaluations, see `HealthMonitor.evaluated`)
     "the evaluation never trades, or is not given the trained agent. Backtest the agent by hand and compare.",
     patience=3,
 )
 MEMORISED = Rule(
     "memorised",
-    lambda figures, past: memorised(figures),  # noqa: ARG005 (judged over evaluations, see `HealthMonitor.evaluated`)
+    lambda metrics, past: memorised(metrics),  # noqa: ARG005 (judged over evaluations, see `HealthMonitor.evaluated`)
     "too few bars for so many steps. Use more bars, fewer training.total_timesteps, or a smaller network.",
     patience=2,
 )
@@ -392,33 +392,33 @@ class HealthMonitor:
     """The last value of every evaluation metric."""
     iterations: int = 0
 
-    def check(self, figures: Figures, step: int) -> list[Alarm]:
+    def check(self, metrics: Metrics, step: int) -> list[Alarm]:
         """Check an iteration's metrics; returns alarms that are raised for the first time."""
         self.iterations += 1
         raised = []
         for rule in self.rules:
-            what = rule.check(figures, self.past) if self.iterations > rule.after else None
+            what = rule.check(metrics, self.past) if self.iterations > rule.after else None
             raised += self._count(rule, what, step)
         for name in REMEMBERED:
-            if name in figures and math.isfinite(figures[name]):
-                self.past[name] = [*self.past.get(name, []), figures[name]][-MEMORY:]
+            if name in metrics and math.isfinite(metrics[name]):
+                self.past[name] = [*self.past.get(name, []), metrics[name]][-MEMORY:]
         return raised
 
-    def evaluated(self, figures: Figures, step: int) -> list[Alarm]:
+    def evaluated(self, metrics: Metrics, step: int) -> list[Alarm]:
         """Check an evaluation's metrics, `eval/*`, if there are any.
 
         A score that never changes measures nothing, and growth in training that is not there on validation bars has
         been memorised.
         """
-        scores = {name: value for name, value in figures.items() if name.startswith("eval/mean_reward")}
+        scores = {name: value for name, value in metrics.items() if name.startswith("eval/mean_reward")}
         raised = []
         for name, value in scores.items():
             same = self.evaluations.get(name) == value
             what = f"{name} is {value:g}, identical to the previous evaluations." if same else None
             raised += self._count(CONSTANT_EVALUATION, what, step)
         self.evaluations |= scores
-        if "eval/gap" in figures:
-            raised += self._count(MEMORISED, memorised(figures), step)
+        if "eval/gap" in metrics:
+            raised += self._count(MEMORISED, memorised(metrics), step)
         return raised
 
     def _count(self, rule: Rule, what: str | None, step: int) -> list[Alarm]:
@@ -430,7 +430,7 @@ class HealthMonitor:
         self.counts[rule.name] = self.counts.get(rule.name, 0) + 1
         return [Alarm(rule.name, step, what, rule.usually)] if self.counts[rule.name] == 1 else []
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """`warn/*`: bad iterations counted by each alarm so far."""
         return {
             f"warn/{rule.name}": float(self.counts.get(rule.name, 0))

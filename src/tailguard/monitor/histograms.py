@@ -30,13 +30,13 @@ def histograms(tensors: Mapping[str, Tensor], bins: int = BINS) -> dict[str, His
     if not tensors:
         return {}
     rows = torch.stack([count(values, bins) for values in tensors.values()]).cpu()
-    found = {}
+    result = {}
     for name, row in zip(tensors, rows, strict=True):
         low, high, first, width, number, total, squares = row[:7].tolist()
         if number:
             edges = (first + width * torch.arange(1, bins + 1, dtype=torch.float64)).tolist()
-            found[name] = Histogram(low, high, number, total, squares, edges, row[7:].tolist())
-    return found
+            result[name] = Histogram(low, high, number, total, squares, edges, row[7:].tolist())
+    return result
 
 
 @torch.no_grad()

@@ -41,23 +41,23 @@ class Progress:
                 TaskProgressColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
+                TextColumn("{task.fields[metrics]}"),
                 console=self.console,
             )
             self.bar.start()
-            self.task = self.bar.add_task(self.label, total=self.total, figures="")
+            self.task = self.bar.add_task(self.label, total=self.total, metrics="")
         return self
 
     def show(self, done: int, metrics: dict[str, float]) -> None:
         """Update the line."""
         if not self.shown:
             return
-        figures = describe(metrics)
+        shown = describe(metrics)
         if self.bar is not None:
-            self.bar.update(self.task, completed=min(done, self.total), figures=figures)
+            self.bar.update(self.task, completed=min(done, self.total), metrics=shown)
         elif time.monotonic() - self.last_line >= PLAIN_LINE_SECONDS or done >= self.total:
             self.last_line = time.monotonic()
-            self.console.print(f"{self.label} {done:,} / {self.total:,} steps  {figures}", soft_wrap=True)
+            self.console.print(f"{self.label} {done:,} / {self.total:,} steps  {shown}", soft_wrap=True)
 
     def say(self, text: str) -> None:
         """Print a message above the progress line; without a progress line, log it as a warning."""

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tailguard.monitor.device_metrics import RETURN_QUANTILES
 from tailguard.monitor.histograms import histograms
-from tailguard.monitor.metrics import FAN
-from tailguard.monitor.recording import FigureWriter
+from tailguard.monitor.writers import MetricsWriter
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from tailguard.monitor.health import Alarm
 
-QUANTILES = tuple(f"critic/return_p{round(100 * level):02d}" for level in FAN)
 
 FINAL_METRICS = (
     "rollout/ep_rew_mean",
@@ -29,7 +28,7 @@ FINAL_METRICS = (
 """Curves whose last value the HParams page shows beside the hyperparameters."""
 
 
-class TensorBoardWriter(FigureWriter):
+class TensorBoardWriter(MetricsWriter):
     """Writes metrics, histograms and alarms against environment steps to `folder`.
 
     `histogram_every`: iterations between two histograms of the actions and of each weight.
@@ -62,13 +61,13 @@ class TensorBoardWriter(FigureWriter):
         # A checkpoint may follow, and the curves must not be shorter than it when the process is killed.
         self.writer.flush()
 
-    def write(self, figures: Mapping[str, float], step: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]  # has no types
 
         # One event for all of them: `add_scalar` for each costs twenty times as much.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in figures.items()]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self.writer.file_writer.add_summary(Summary(value=values), step)
-        if not self.laid_out and figures.keys() >= set(QUANTILES):
+        if not self.laid_out and metrics.keys() >= set(RETURN_QUANTILES):
             self.writer.add_custom_scalars(return_fan())
             self.laid_out = True
 
@@ -88,25 +87,25 @@ class TensorBoardWriter(FigureWriter):
             self.writer.file_writer.add_summary(summary)
 
     def _write_histograms(self, step: int) -> None:
-        for name, found in histograms(self._tensors()).items():
+        for name, histogram in histograms(self._tensors()).items():
             self.writer.add_histogram_raw(
                 name,
-                min=found.low,
-                max=found.high,
-                num=found.number,
-                sum=found.total,
-                sum_squares=found.squares,
-                bucket_limits=found.edges,
-                bucket_counts=found.counts,
+                min=histogram.low,
+                max=histogram.high,
+                num=histogram.number,
+                sum=histogram.total,
+                sum_squares=histogram.squares,
+                bucket_limits=histogram.edges,
+                bucket_counts=histogram.counts,
                 global_step=step,
             )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Actions sent to the environment in the rows that count, by dimension, and all weights."""
-        rollout, agent = self.model.snapshot.rollout, self.model.agent
-        actions = agent.action_head.to_env(rollout.actions)[rollout.valid]
+        rollout, policy = self.model.snapshot.rollout, self.model.policy
+        actions = policy.action_head.to_env(rollout.actions)[rollout.valid]
         tensors = {f"actions/{index}": column for index, column in enumerate(actions.unbind(-1)) if len(column)}
-        return tensors | {f"weights/{name}": weight.detach() for name, weight in agent.named_parameters()}
+        return tensors | {f"weights/{name}": weight.detach() for name, weight in policy.named_parameters()}
 
 
 def hyperparameters(model: Any) -> dict[str, bool | int | float | str]:
@@ -127,7 +126,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def return_fan() -> dict[str, dict[str, list[Any]]]:
     """Layout of the Custom Scalars page: the return's quantiles in one chart, and as bands around the median."""
-    p05, p25, p50, p75, p95 = QUANTILES
+    p05, p25, p50, p75, p95 = RETURN_QUANTILES
     return {
         "return": {
             "quantiles predicted by the critics": ["Multiline", [p05, p25, p50, p75, p95]],

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tailguard.errors import MissingExtraError
-from tailguard.monitor.recording import STEP, FigureWriter
+from tailguard.monitor.writers import STEP, MetricsWriter
 
 if TYPE_CHECKING:
     from tailguard.monitor.health import Alarm
@@ -18,7 +18,7 @@ MLFLOW_PARAMETERS_A_CALL = 100
 """The server refuses more."""
 
 
-class MLflowWriter(FigureWriter):
+class MLflowWriter(MetricsWriter):
     """One run in MLflow: the learner's settings as parameters, metrics, alarms as tags.
 
     `run_name`, `experiment`: names of the run and its experiment. `tracking_uri`: the server or folder; MLflow's own
@@ -50,10 +50,10 @@ class MLflowWriter(FigureWriter):
         for first in range(0, len(settings), MLFLOW_PARAMETERS_A_CALL):
             self.client.log_batch(self.run_id, params=settings[first : first + MLFLOW_PARAMETERS_A_CALL])
 
-    def write(self, figures: Mapping[str, float], step: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         now = round(1000 * time.time())
-        metrics = [self.entities.Metric(name, float(value), now, step) for name, value in figures.items()]
-        self.client.log_batch(self.run_id, metrics=metrics)
+        rows = [self.entities.Metric(name, float(value), now, step) for name, value in metrics.items()]
+        self.client.log_batch(self.run_id, metrics=rows)
 
     def warn(self, alarm: Alarm) -> None:
         self.client.set_tag(self.run_id, f"alarm.{alarm.name}", str(alarm))
@@ -62,7 +62,7 @@ class MLflowWriter(FigureWriter):
         self.client.set_terminated(self.run_id)
 
 
-class WandbWriter(FigureWriter):
+class WandbWriter(MetricsWriter):
     """One run in Weights & Biases: the learner's settings, metrics, alarms as alerts.
 
     `project`: name of the project. `options`: further arguments of `wandb.init`, like `name`, `mode="offline"`, `dir`,
@@ -79,8 +79,8 @@ class WandbWriter(FigureWriter):
         # Its own counter may only grow, and a run that resumes from a checkpoint steps back.
         self.run.define_metric("*", step_metric=STEP)
 
-    def write(self, figures: Mapping[str, float], step: int) -> None:
-        self.run.log({**figures, STEP: step})
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        self.run.log({**metrics, STEP: step})
 
     def warn(self, alarm: Alarm) -> None:
         self.run.alert(title=f"alarm {alarm.name}", text=str(alarm), level=self.wandb.AlertLevel.WARN)

@@ -252,7 +252,7 @@ class UtilityOptimizer(Optimizer, ABC):
         torch._foreach_mul_(bucket.parameters, 1 - bucket.learning_rate() * bucket.group["weight_decay"])
 
     @torch.no_grad()
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         """Statistics of the last step's gates, as 0-dim tensors; empty before the first step.
 
         `upgd/gate_p05`, `_p50`, `_p95`: quantiles of the gates (nearest rank). `upgd/saturated_share`: share of gates

@@ -209,7 +209,7 @@ class VarianceGradientScaler:
         return (1 / (1 + self.alpha * ratio)).clamp(self.min_scale, 1.0)
 
     @torch.no_grad()
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         """Metrics to log, as 0-dim tensors.
 
         `vgs/nsr`: noise-to-signal ratio of everything; `vgs/nsr_median`, `vgs/nsr_max`: of the tensors, each by

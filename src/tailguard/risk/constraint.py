@@ -36,7 +36,7 @@ FALLING = 0.98
 class Dual:
     """The Lagrange multiplier and the state of its controller, 0-dim float64."""
 
-    price: Tensor
+    multiplier: Tensor
     """λ"""
     integral: Tensor
     trend: Tensor
@@ -131,7 +131,7 @@ class CVaRConstraint:
             return torch.tensor(value, dtype=torch.float64, device=where)
 
         self.limit = number(config.limit if config.limit is not None else -1.0)
-        self.price = number(config.penalty)
+        self.multiplier = number(config.penalty)
         self.integral = number(0.0)
         self.trend = number(torch.inf)
         """Running average of the violation; infinite before the first."""
@@ -164,9 +164,9 @@ class CVaRConstraint:
             return
         target = self.scale * (1 - self.config.margin)
         violation = torch.where(self.ready, (shortfall - target) / self.scale, 0.0).nan_to_num()
-        before = Dual(self.price, self.integral, torch.where(self.trend.isinf(), violation, self.trend))
+        before = Dual(self.multiplier, self.integral, torch.where(self.trend.isinf(), violation, self.trend))
         moved = dual_step(before, violation, self.config)
-        self.price.copy_(torch.where(self.ready, moved.price, self.price))
+        self.multiplier.copy_(torch.where(self.ready, moved.multiplier, self.multiplier))
         self.integral.copy_(torch.where(self.ready, moved.integral, self.integral))
         self.trend.copy_(torch.where(self.ready, moved.trend, self.trend))
 
@@ -192,35 +192,35 @@ class CVaRConstraint:
 
     def combine(self, reward_advantages: Tensor, cost_advantages: Tensor) -> Tensor:
         """(A_r − λ·A_c)/(1 + λ), both in raw units; cost advantages come in units of the limit."""
-        price = self.price.float()
-        return (reward_advantages - price * self.scale.float() * cost_advantages) / (1 + price)
+        multiplier = self.multiplier.float()
+        return (reward_advantages - multiplier * self.scale.float() * cost_advantages) / (1 + multiplier)
 
-    def figures(self) -> dict[str, Tensor]:
+    def metrics(self) -> dict[str, Tensor]:
         """`risk/*` as 0-dim tensors; returns, not losses: a CVaR of −0.04 is a loss of 4 %."""
         violation = ((self.shortfall - self.scale) / self.scale).clamp(min=0.0)
-        figures = {
+        metrics = {
             "risk/cvar_realised": -self.shortfall,
             "risk/cvar_error": self.window.tail_error(self.config.alpha),
             "risk/mean_realised": -self.window.mean(),
             "risk/var_threshold": -self.threshold,
-            "risk/lambda": self.price.clone(),
-            "risk/alpha": torch.full_like(self.price, self.config.alpha),
+            "risk/lambda": self.multiplier.clone(),
+            "risk/alpha": torch.full_like(self.multiplier, self.config.alpha),
             "risk/window_filled": self.window.filled.double() / self.window.size,
         }
         if self.config.limit is not None:
-            figures |= {
+            metrics |= {
                 "risk/limit": self.limit.clone(),
                 "risk/violation": violation,
-                "risk/at_cap": (self.price >= self.config.lambda_max).double(),
+                "risk/at_cap": (self.multiplier >= self.config.lambda_max).double(),
             }
-        return figures
+        return metrics
 
     def _state(self) -> dict[str, Tensor]:
         return {
             "losses": self.window.losses,
             "count": self.window.count,
             "limit": self.limit,
-            "price": self.price,
+            "price": self.multiplier,
             "integral": self.integral,
             "trend": self.trend,
             "threshold": self.threshold,

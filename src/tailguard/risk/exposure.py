@@ -90,22 +90,22 @@ def calibrate_exposure(
         tail_episodes = alpha * len(outcomes) / overlap
         return Exposure(factor, limit, alpha, level, cvar, cvar, bound, tail_episodes), bound / limit
 
-    found, use = at(1.0)
-    uncalibrated = found.cvar
-    best = replace(found, factor=0.0, cvar=0.0, bound=0.0)
+    candidate, use = at(1.0)
+    uncalibrated = candidate.cvar
+    best = replace(candidate, factor=0.0, cvar=0.0, bound=0.0)
     broken = math.inf
     for _ in range(ROUNDS):
-        if use <= 1 and found.factor >= best.factor:
-            best = found
-            if use >= 1 - TOLERANCE or found.factor >= MOST_EXPOSURE:
+        if use <= 1 and candidate.factor >= best.factor:
+            best = candidate
+            if use >= 1 - TOLERANCE or candidate.factor >= MOST_EXPOSURE:
                 break
         elif use > 1:
-            broken = min(broken, found.factor)
+            broken = min(broken, candidate.factor)
         # Aim at the middle of the tolerance, as if losses were proportional to exposure.
-        proposed = found.factor * (1 - TOLERANCE / 2) / use if use > 0 else MOST_EXPOSURE
+        proposed = candidate.factor * (1 - TOLERANCE / 2) / use if use > 0 else MOST_EXPOSURE
         if not best.factor < proposed < broken:
             proposed = (best.factor + min(broken, MOST_EXPOSURE)) / 2
-        found, use = at(min(proposed, MOST_EXPOSURE))
+        candidate, use = at(min(proposed, MOST_EXPOSURE))
     return replace(best, uncalibrated=uncalibrated)
 
 
@@ -118,12 +118,12 @@ def cvar_bound(
     rows = _rows(outcomes)
     count = len(rows)
     generator = torch.Generator().manual_seed(seed)
-    steps, found = torch.arange(min(block, count)), []
+    steps, resampled = torch.arange(min(block, count)), []
     for _ in range(resamples):
         first = torch.randint(count, (math.ceil(count / len(steps)), 1), generator=generator)
         picked = ((first + steps) % count).flatten()[:count]
-        found.append(cvar_from_samples(rows[picked].flatten(), alpha))
-    return float(torch.stack(found).quantile(1 - level))
+        resampled.append(cvar_from_samples(rows[picked].flatten(), alpha))
+    return float(torch.stack(resampled).quantile(1 - level))
 
 
 def _rows(outcomes: Tensor) -> Tensor:

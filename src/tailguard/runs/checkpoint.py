@@ -11,7 +11,6 @@ import hashlib
 import math
 import os
 import platform
-import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -28,21 +27,27 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.envs.mapped_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
+from tailguard.experiment.layout import (
+    RunLayout,
+    checkpoint_name,
+    checkpoint_step,
+    is_checkpoint_leftover,
+    removed_name,
+)
 from tailguard.places import replace_synced, sync_folder
-from tailguard.runs.selection import Best, Evaluation
+from tailguard.runs.validation import BestScore, ValidationResult
 from tailguard.sealed import read_about, read_regular, read_sealed, verify_sealed, write_sealed
-
-LATEST = "latest"
-CHECKPOINTS = "checkpoints"
-_STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
-_LEFTOVER = re.compile(r"\.step_\d+\.(\d+\.(partial|old)|removed)")
 
 
 class DamagedCheckpointError(CheckpointError):
     """The newest checkpoint cannot be read; `intact` is the newest step that can, None if there is none."""
 
     def __init__(self, message: str, intact: int | None) -> None:
-        offer = "no other checkpoint is intact" if intact is None else f"the newest intact checkpoint is step_{intact}"
+        offer = (
+            "no other checkpoint is intact"
+            if intact is None
+            else f"the newest intact checkpoint is {checkpoint_name(intact)}"
+        )
         super().__init__(f"{message}; {offer}")
         self.intact = intact
 
@@ -55,8 +60,8 @@ class CheckpointStore:
     """
 
     def __init__(self, run: Path, data: Mapping[str, str], keep: int = 3) -> None:
-        self.run, self.data, self.keep = run, dict(data), keep
-        self.folder = run / CHECKPOINTS
+        self.run, self.layout, self.data, self.keep = run, RunLayout(run), dict(data), keep
+        self.folder = self.layout.checkpoints_path
         if self.folder.is_symlink():
             raise CheckpointError(f"{self.folder}: a symbolic link; links are not followed")
 
@@ -64,21 +69,21 @@ class CheckpointStore:
         """Steps that have a checkpoint, ascending."""
         if not self.folder.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        steps = (checkpoint_step(path.name) for path in self.folder.iterdir())
+        return sorted(step for step in steps if step is not None)
 
     def newest(self) -> int | None:
         """The step to resume from; None if nothing has been saved yet."""
         steps = self.steps()
-        pointer = self.run / LATEST
+        pointer = self.layout.latest_path
         if pointer.is_symlink() or pointer.exists():
             text = read_regular(pointer, 100).decode(errors="replace").strip()
-            match = _STEP.fullmatch(text)
-            if match is None:
+            named = checkpoint_step(text)
+            if named is None:
                 raise DamagedCheckpointError(
                     f"{pointer}: {text!r} is not the name of a checkpoint", self.newest_intact()
                 )
-            steps.append(int(match[1]))
+            steps.append(named)
         # A kill between the two renames leaves `latest` one step behind; the newer checkpoint is complete all the same.
         return max(steps, default=None)
 
@@ -96,7 +101,7 @@ class CheckpointStore:
         """Raise `CheckpointError` unless the checkpoint exists and every byte is as written."""
         verify_sealed(self._existing(step), PARTS)
 
-    def save(self, agent: Learner, evaluation: Evaluation | None = None, since_best: int = 0) -> Path:
+    def save(self, agent: Learner, evaluation: ValidationResult | None = None, since_best: int = 0) -> Path:
         """Write a checkpoint, make it the latest, and remove those that are no longer kept.
 
         `evaluation`: on the validation part; the checkpoint with the best score is kept.
@@ -111,7 +116,7 @@ class CheckpointStore:
             "since_best": since_best,
         }
         write_sealed(self._path(step), capture(agent), about)
-        replace_synced(self.run / LATEST, f"step_{step}\n".encode())
+        self._point_to(step)
         for other in self._dispensable():
             self._remove(other)
         return self._path(step)
@@ -143,24 +148,24 @@ class CheckpointStore:
 
     def best(self) -> int | None:
         """The step with the highest score, the first of equal ones; None if no checkpoint has one."""
-        scores = {step: found.score for step in self.steps() if (found := self.evaluation(step)) is not None}
+        scores = {step: result.score for step in self.steps() if (result := self.evaluation(step)) is not None}
         return max(scores, key=lambda step: (scores[step], -step), default=None)
 
-    def evaluation(self, step: int) -> Evaluation | None:
+    def evaluation(self, step: int) -> ValidationResult | None:
         """What the checkpoint was worth on the validation part; None if it was not evaluated or cannot be read."""
         try:
-            found = read_about(self._existing(step), PARTS).get("evaluation")
+            saved = read_about(self._existing(step), PARTS).get("evaluation")
         except CheckpointError:
             return None
-        growth, cvar, score = (_number(found, name) for name in ("growth", "cvar", "score"))
-        return None if growth is None or score is None else Evaluation(growth, cvar, score)
+        growth, cvar, score = (_number(saved, name) for name in ("growth", "cvar", "score"))
+        return None if growth is None or score is None else ValidationResult(growth, cvar, score)
 
-    def best_before(self, step: int) -> Best:
+    def best_before(self, step: int) -> BestScore:
         """The best score so far, as a run that goes on from this checkpoint needs it."""
         best = self.best()
-        found = None if best is None else self.evaluation(best)
+        result = None if best is None else self.evaluation(best)
         since = read_about(self._existing(step), PARTS).get("since_best")
-        return Best() if found is None else Best(found.score, since if isinstance(since, int) else 0)
+        return BestScore() if result is None else BestScore(result.score, since if isinstance(since, int) else 0)
 
     def forget_after(self, step: int) -> list[int]:
         """Remove the checkpoints after this step, from which the run resumes; returns their steps."""
@@ -168,25 +173,28 @@ class CheckpointStore:
         for other in later:
             self._remove(other)
         if self.steps():
-            replace_synced(self.run / LATEST, f"step_{self.steps()[-1]}\n".encode())
+            self._point_to(self.steps()[-1])
         return later
 
     def clean(self) -> None:
         """Remove partial files of killed processes. The caller must hold the run's lock."""
         if self.folder.is_dir():
             for path in self.folder.iterdir():
-                if _LEFTOVER.fullmatch(path.name) and not path.is_symlink():
+                if is_checkpoint_leftover(path.name) and not path.is_symlink():
                     shutil.rmtree(path)
 
+    def _point_to(self, step: int) -> None:
+        replace_synced(self.layout.latest_path, f"{checkpoint_name(step)}\n".encode())
+
     def _path(self, step: int) -> Path:
-        return self.folder / f"step_{step}"
+        return self.layout.checkpoint_path(step)
 
     def _existing(self, step: int) -> Path:
         path = self._path(step)
         if path.is_symlink():
             raise CheckpointError(f"{path}: a symbolic link; links are not followed")
         if not path.is_dir():
-            raise CheckpointError(f"{self.run / LATEST} names step_{step}, which does not exist")
+            raise CheckpointError(f"{self.layout.latest_path} names {checkpoint_name(step)}, which does not exist")
         return path
 
     def _dispensable(self) -> list[int]:
@@ -195,7 +203,7 @@ class CheckpointStore:
 
     def _remove(self, step: int) -> None:
         # Renamed first: a kill while files are being deleted must not leave a checkpoint that looks damaged.
-        path, gone = self._path(step), self.folder / f".step_{step}.removed"
+        path, gone = self._path(step), self.folder / removed_name(step)
         if path.is_symlink():
             path.unlink()
             return

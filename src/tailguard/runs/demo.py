@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tailguard.config import RunConfig, load_config
-from tailguard.runs.runner import RunResult, train
+from tailguard.runs.outcome import RunResult
+from tailguard.runs.runner import train
 
 DEMO_SETTINGS = (
     "data.validation=180d",

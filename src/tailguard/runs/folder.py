@@ -5,72 +5,45 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import shlex
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
-from tailguard.config import (
-    BEGUN,
-    RunConfig,
-    differing_settings,
-    edited_settings,
-    load_run_config,
-    seal_settings,
-    to_dict,
-    to_yaml,
-)
+from tailguard.config import RunConfig, differing_settings, to_dict, to_yaml
 from tailguard.errors import ConfigError
+from tailguard.experiment.layout import LOCK, SEAL, WRITTEN, RunLayout, is_leftover, resume_command
+from tailguard.experiment.settings import changed_since, edited_settings, load_run_config, seal_settings
+from tailguard.monitor.writers import STEP
 from tailguard.places import lock, read_plain, recover, replace_synced
-from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-
-CONFIG = "config.yaml"
-METRICS = "metrics.jsonl"
-TENSORBOARD = "tensorboard"
-AGENT = "agent"
-LOCK = ".lock"
-PLAN = "walk_forward.json"
-"""Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
-MEMBERS = "members"
-"""Where a run trains several agents: metrics, curves and checkpoints of each in a folder of its own."""
-NAMES = (CONFIG, BEGUN, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, MEMBERS, AGENT, LOCK)
-"""Everything that a run writes; other files in the folder are never touched."""
-_LEFTOVER = re.compile(r"\.(config\.yaml|settings\.json|metrics\.jsonl|latest)\.\d+\.partial")
-"""Files of a run that a killed process left half written."""
 
 
-def again(folder: Path) -> str:
-    """The command that resumes the run in this folder."""
-    return f"tailguard train --resume {shlex.quote(str(folder))}"
-
-
-class RunFolder:
-    """`runs/<name>/`: settings, metrics, curves, checkpoints and the agent of one run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config_path, self.metrics_path = path / CONFIG, path / METRICS
-        self.tensorboard_path, self.agent_path = path / TENSORBOARD, path / AGENT
-
-    def holds_a_run(self) -> bool:
-        return self.config_path.is_file()
+class RunFolder(RunLayout):
+    """`runs/<name>/`: settings, metrics, curves, checkpoints and the agent of one run, to read and to write."""
 
     def is_free(self) -> bool:
         """Whether a new run may start here."""
         if not self.path.is_dir():
             return not self.path.exists()
-        names = {item.name for item in self.path.iterdir() if not _LEFTOVER.fullmatch(item.name)}
+        names = {item.name for item in self.path.iterdir() if not is_leftover(item.name)}
         # A run that was killed at its start has sealed settings but no config file yet.
-        return names <= {LOCK, BEGUN}
+        return names <= {LOCK, SEAL}
 
-    def config(self) -> RunConfig:
-        """The settings that the run was started with."""
-        if (self.path / PLAN).is_file():
+    def config(self, *, trust_plugins: bool = False) -> RunConfig:
+        """The settings that the run was started with; raises if they, or the code of its plugins, have changed.
+
+        `trust_plugins`: run the plugins that they name; else they are refused, unless this process has run them.
+        """
+        if self.is_walk_forward():
             raise ConfigError(f"{self.path}: a walk forward; to resume it, repeat the command that started it")
-        if not self.holds_a_run():
-            raise ConfigError(f"{self.path}: no run here: {CONFIG} is missing")
-        return load_run_config(self.config_path)
+        if not self.is_run():
+            raise ConfigError(f"{self.path}: no run here: {self.config_path.name} is missing")
+        config = load_run_config(self.config_path, trust_plugins=trust_plugins)
+        changed = changed_since(self.config_path, config)
+        if changed:
+            raise ConfigError(
+                f"{self.path}: {'; '.join(changed)}: an agent must not be trained by two versions of the code. Restore "
+                "the file, or start a new run with another --name"
+            )
+        return config
 
     def edited(self) -> dict[str, str]:
         """How the run's settings were edited since it began, by their names."""
@@ -83,7 +56,7 @@ class RunFolder:
             shown = "; ".join(differing[:8]) + ("; …" if len(differing) > 8 else "")
             raise ConfigError(
                 f"{self.path}: this run was started with other settings ({shown}). Choose another --name, or resume "
-                f"with its own settings: {again(self.path)}"
+                f"with its own settings: {resume_command(self.path)}"
             )
 
     @contextlib.contextmanager
@@ -91,7 +64,7 @@ class RunFolder:
         """Create the folder and hold its lock, which the system releases however the process ends."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
         try:
@@ -99,7 +72,7 @@ class RunFolder:
             if not lock(descriptor):
                 raise ConfigError(f"{self.path}: another process is training this run; wait for it or stop it")
             for path in self.path.iterdir():
-                if _LEFTOVER.fullmatch(path.name) and not path.is_dir():
+                if is_leftover(path.name) and not path.is_dir():
                     path.unlink()
             recover(self.agent_path)
             yield
@@ -108,7 +81,7 @@ class RunFolder:
 
     def _refuse_links(self) -> None:
         """Refuse links: an untrusted folder must not make this process write elsewhere."""
-        for name in NAMES:
+        for name in WRITTEN:
             if (self.path / name).is_symlink():
                 raise ConfigError(f"{self.path / name}: a symbolic link; links are not followed")
 
@@ -116,20 +89,20 @@ class RunFolder:
         """Remove an earlier run, write the settings, which mark the folder as a run, and then an empty metrics file."""
         try:
             self._clear()
-            replace_synced(self.path / BEGUN, seal_settings(config))
+            replace_synced(self.seal_path, seal_settings(config))
             replace_synced(self.config_path, to_yaml(config).encode())
             replace_synced(self.metrics_path, b"")
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot write there: {error.strerror}") from error
 
     def _clear(self) -> None:
-        (self.path / LATEST).unlink(missing_ok=True)
-        for name in (CHECKPOINTS, MEMBERS, TENSORBOARD, AGENT):
-            if (self.path / name).is_dir():
-                shutil.rmtree(self.path / name)
+        self.latest_path.unlink(missing_ok=True)
+        for path in (self.checkpoints_path, self.members_path, self.tensorboard_path, self.agent_path):
+            if path.is_dir():
+                shutil.rmtree(path)
         # The settings are removed last: a kill in between must leave a folder that still counts as a run.
-        for name in (METRICS, BEGUN, CONFIG):
-            (self.path / name).unlink(missing_ok=True)
+        for path in (self.metrics_path, self.seal_path, self.config_path):
+            path.unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> tuple[int, int]:
         """Keep the lines up to this step; the resumed run writes the later ones again. Returns (kept, dropped)."""
@@ -151,6 +124,6 @@ class RunFolder:
 def _step_of(line: bytes) -> float:
     """The step of a line of metrics; infinite for a line truncated by a kill."""
     try:
-        return float(json.loads(line)["time/total_timesteps"])
+        return float(json.loads(line)[STEP])
     except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -15,17 +15,15 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
-from tailguard.data.prepare import prepare
 from tailguard.data.windows import size_in_bars
 from tailguard.envs.folds import Fold, cut_folds
 from tailguard.envs.mapped_market import MappedBars
-from tailguard.envs.trading import TradingEnv
+from tailguard.evaluate.formatting import describe_exposure
 from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
-from tailguard.evaluate.table import describe_exposure
-from tailguard.evaluate.trained import build_agent
+from tailguard.experiment.build import build_learner, prepare_training, trading_env
 from tailguard.risk.exposure import calibrate_exposure
-from tailguard.runs.folder import MEMBERS, RunFolder
-from tailguard.runs.training import disk_error, save_result, train_to_the_end
+from tailguard.runs.folder import RunFolder
+from tailguard.runs.training import disk_error, save_result, train_learner
 from tailguard.runs.validation import Validation
 
 if TYPE_CHECKING:
@@ -51,13 +49,16 @@ class Member:
 class Members:
     """The learners of a run, built one at a time on the same prepared bars."""
 
-    def __init__(self, config: RunConfig, bars: Bars | MappedBars, seed: int) -> None:
-        self.config, self.seed, self.count = config, seed, config.members
-        names = config.data.features or None
-        self.bars = bars if isinstance(bars, MappedBars) else prepare(bars, names, accounts=config.env.accounts)
-        self.first = build_agent(config, self.bars, seed)
+    def __init__(self, config: RunConfig, first: Learner, seed: int) -> None:
+        self.config, self.first, self.seed, self.count = config, first, seed, config.members
+        self.bars = trading_env(first).prepared
         self.folds = self._cut()
         """One for each member; none where a single agent trains on all bars."""
+
+    @classmethod
+    def on(cls, config: RunConfig, bars: Bars | MappedBars, seed: int) -> Members:
+        """The learners of a run with these training bars."""
+        return cls(config, build_learner(config, prepare_training(config, bars), seed), seed)
 
     def _cut(self) -> list[Fold]:
         if self.count == 1:
@@ -69,19 +70,12 @@ class Members:
 
     def build(self, number: int) -> Member:
         """The learner with this number, counted from 0, before its training."""
-        agent = self.first if number == 0 else build_agent(self.config, self.bars, self.seed + number)
+        agent = self.first if number == 0 else build_learner(self.config, self.bars, self.seed + number)
         if not self.folds:
             return Member(agent, None)
         env, fold = trading_env(agent), self.folds[number]
         env.starts = fold.outside.to(env.device)
         return Member(agent, fold)
-
-
-def trading_env(agent: Learner) -> TradingEnv:
-    """The environment of a run's learner, which trades bars."""
-    env: Any = agent.env
-    assert isinstance(env, TradingEnv)
-    return env
 
 
 def train_members(
@@ -97,18 +91,18 @@ def train_members(
 ) -> Learner | Ensemble:
     """Train every learner of a run, calibrate the exposure where there is a limit, and save the result as its agent.
 
-    The arguments are those of `train_to_the_end`. Each of several learners has a folder of its own for its checkpoints,
+    The arguments are those of `train_learner`. Each of several learners has a folder of its own for its checkpoints,
     so that an interrupted run resumes with the one that was interrupted.
     """
     trained = []
     for number in range(members.count):
         member, place = members.build(number), run
         if member.fold is not None:
-            place = RunFolder(run.path / MEMBERS / str(number))
+            place = RunFolder(run.member_path(number))
             resume = _opened(place, again)
             first, last = (_day(moment) for moment in (member.fold.first_ms, member.fold.last_ms))
             say(console, f"member   {number + 1} of {members.count}, trained without {first} to {last}")
-        train_to_the_end(
+        train_learner(
             member.agent,
             members.config,
             place,
@@ -144,15 +138,15 @@ def _result(
     def outcomes_at(exposure: float) -> Tensor:
         return torch.cat([part.trade(Ensemble(traders, exposure), risk.measure).measured for part, traders in parts])
 
-    found = calibrate_exposure(
+    calibrated = calibrate_exposure(
         outcomes_at,
         risk.limit,
         alpha=risk.alpha,
         level=risk.confidence,
         overlap=max(part.overlap for part, _ in parts),
     )
-    say(console, f"exposure {describe_exposure(found)}")
-    return Ensemble(agents, found, throttled=risk.throttle and risk.measure == "episode")
+    say(console, f"exposure {describe_exposure(calibrated)}")
+    return Ensemble(agents, calibrated, throttled=risk.throttle and risk.measure == "episode")
 
 
 def _opened(place: RunFolder, again: str) -> bool:

@@ -36,8 +36,8 @@ from tailguard.envs.mapped_market import (
     seal,
 )
 from tailguard.errors import BarsError, ConfigError, RunError
-from tailguard.evaluate.prepared import bound_settings
 from tailguard.evaluate.trials import hash_of
+from tailguard.experiment.build import bound_settings
 from tailguard.market.tables import COLUMNS, TableStream, check_table
 from tailguard.places import new_folder, put_in_place, recover, sync_folder, write_synced
 from tailguard.runs.checkpoint import prepared_hashes

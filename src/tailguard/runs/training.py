@@ -14,14 +14,12 @@ from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
 from tailguard.errors import CheckpointError, ConfigError, RunError
-from tailguard.monitor.recording import FigureWriter
-from tailguard.monitor.writers import ConsoleTable, JsonlWriter, TensorBoardWriter
+from tailguard.monitor.writers import ConsoleTable, JsonlWriter, MetricsWriter, TensorBoardWriter
 from tailguard.runs.checkpoint import CheckpointStore, DamagedCheckpointError, data_hashes
+from tailguard.runs.checkpoint_callback import CheckpointCallback
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.keeper import Keeper
-from tailguard.runs.selection import Best, signed
 from tailguard.runs.signals import StopSignals
-from tailguard.runs.validation import Validation
+from tailguard.runs.validation import BestScore, Validation, signed
 
 
 def prepare_device(config: RunConfig) -> None:
@@ -36,7 +34,7 @@ def prepare_device(config: RunConfig) -> None:
         torch.set_num_threads(config.training.threads)
 
 
-def train_to_the_end(
+def train_learner(
     agent: Learner,
     config: RunConfig,
     run: RunFolder,
@@ -63,11 +61,11 @@ def train_to_the_end(
     try:
         store.clean()
         if resume:
-            _take_up(agent, store, run, console, ask, again)
+            _resume_from_checkpoint(agent, store, run, console, ask, again)
         with _one_message():
             _learn(agent, config, run, store, validation, console, again, verbose)
         _say_tail(agent, console)
-        _choose(agent, config, store, validation, console, again)
+        _choose(agent, config, run, store, validation, console, again)
     except OSError as error:
         raise disk_error(error, run, store, again) from error
     return store
@@ -111,7 +109,7 @@ def _one_message() -> Iterator[None]:
         threading.excepthook = usual
 
 
-def _take_up(
+def _resume_from_checkpoint(
     agent: Learner,
     store: CheckpointStore,
     run: RunFolder,
@@ -133,7 +131,10 @@ def _take_up(
     kept, dropped = run.cut_metrics(step)
     say(console, f"resume   from step {step:,}" + (f", without {len(removed)} damaged" if removed else ""))
     if kept != agent.state.iteration:
-        say(console, f"note     metrics.jsonl has {kept} lines for {agent.state.iteration} iterations: some are lost")
+        say(
+            console,
+            f"note     {run.metrics_path.name} has {kept} lines for {agent.state.iteration} iterations: some are lost",
+        )
     if dropped:
         say(console, f"note     {dropped} iterations after the checkpoint are repeated")
     for name, (then, now) in changed.items():
@@ -152,7 +153,7 @@ def _learn(
 ) -> None:
     training = config.training
     left = training.total_timesteps - agent.num_timesteps
-    best = store.best_before(agent.num_timesteps) if agent.num_timesteps else Best()
+    best = store.best_before(agent.num_timesteps) if agent.num_timesteps else BestScore()
     if left <= 0 or 0 < training.patience <= best.since:
         say(console, f"training is complete: {agent.num_timesteps:,} steps")
         return
@@ -161,7 +162,7 @@ def _learn(
         say(console, f"note     the validation part is shorter than an episode, so nothing is scored: {rest}")
     total = training.total_timesteps
     with StopSignals() as stop:
-        keeper = Keeper(
+        checkpoints = CheckpointCallback(
             store,
             run,
             stop,
@@ -173,14 +174,14 @@ def _learn(
             patience=training.patience,
             best=best,
         )
-        writers: list[FigureWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
+        writers: list[MetricsWriter] = [JsonlWriter(run.metrics_path), TensorBoardWriter(run.tensorboard_path)]
         if verbose:
             writers.append(ConsoleTable(every=10))
-        agent.learn(left, callback=[keeper, *writers], reset_num_timesteps=False, progress_bar=True)
+        agent.learn(left, callback=[checkpoints, *writers], reset_num_timesteps=False, progress_bar=True)
     if stop.received is not None:
-        say(console, f"saved    checkpoint step {keeper.saved_step:,} written and verified. Resume: {again}")
+        say(console, f"saved    checkpoint step {checkpoints.saved_step:,} written and verified. Resume: {again}")
         raise SystemExit(128 + stop.received)
-    if keeper.is_out_of_patience and agent.num_timesteps < total:
+    if checkpoints.is_out_of_patience and agent.num_timesteps < total:
         evaluations = f"{training.patience} evaluations in a row were no better on validation (training.patience)"
         say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
 
@@ -197,6 +198,7 @@ def _say_tail(agent: Learner, console: Console) -> None:
 def _choose(
     agent: Learner,
     config: RunConfig,
+    run: RunFolder,
     store: CheckpointStore,
     validation: Validation | None,
     console: Console,
@@ -208,8 +210,8 @@ def _choose(
         say(console, f"chosen   step {last:,} of {total:,}: the last one (training.select: {config.training.select})")
         return
     best = store.best() if validation is not None else None
-    found = None if best is None else store.evaluation(best)
-    if best is None or found is None:
+    result = None if best is None else store.evaluation(best)
+    if best is None or result is None:
         what = "is shorter than an episode" if validation is not None else "does not exist here"
         say(console, f"chosen   step {last:,} of {total:,}: the last one; the validation part {what}")
         return
@@ -217,12 +219,12 @@ def _choose(
         try:
             store.restore(agent, best)
         except CheckpointError as error:
-            way = f"Remove {store.folder}/step_{best} to take the next best, and go on with: {again}"
+            way = f"Remove {run.checkpoint_path(best)} to take the next best, and go on with: {again}"
             raise CheckpointError(f"{error}. It is the best one on validation. {way}") from error
     limit = None if agent.risk is None else agent.risk.config.limit
     words = "the last one is the best" if best == last else "best"
-    words = f"step {best:,} of {total:,}: {words} on validation ({found.describe()})"
-    if found.cvar is not None and limit is not None and found.cvar < limit:
+    words = f"step {best:,} of {total:,}: {words} on validation ({result.describe()})"
+    if result.cvar is not None and limit is not None and result.cvar < limit:
         words += f"; its tail is beyond your limit of {signed(100 * limit)} % there"
     elif best != last:
         words += "; later ones earned no more there" + ("" if limit is None else ", or broke your limit")

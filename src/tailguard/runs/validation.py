@@ -1,21 +1,89 @@
-"""A quick, deterministic evaluation on the validation part: what a run's checkpoints are chosen by."""
+"""Validation: which of the agents that a run went through is its result, by a quick and deterministic evaluation."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tailguard.algorithm.learner import Learner
 from tailguard.errors import ConfigError
 from tailguard.evaluate.held_out import episodes_on
 from tailguard.risk.config import RiskMeasure
 from tailguard.risk.cvar import cvar_from_samples
-from tailguard.runs.selection import Evaluation, budget_score, calibrated_score
+from tailguard.risk.exposure import MOST_EXPOSURE
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
+
+BREACH_PENALTY = 5.0
+"""Yearly log-growth that a tail of twice the limit costs: more than agents earn, so that the limit comes first."""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """An agent on the validation part."""
+
+    growth: float
+    """Yearly log-growth, net of costs."""
+    cvar: float | None
+    """CVaR of the budget's measure; None without a budget."""
+    score: float
+    """What checkpoints are compared by; higher is better."""
+
+    def describe(self) -> str:
+        """As `+3.1 a year, CVaR −3.4 %`."""
+        tail = "" if self.cvar is None else f", CVaR {signed(100 * self.cvar)} %"
+        return f"{signed(self.growth)} a year{tail}"
+
+
+def budget_score(growth: float, cvar: float | None, limit: float | None) -> float:
+    """growth − 5·max(0, ES/|limit| − 1), ES = −CVaR: growth alone where there is no limit or it is kept.
+
+    Not growth subject to the limit: a tail of a few independent weeks is measured with an error, and while no agent
+    keeps the limit yet, the one that is nearer to it must count for more.
+    """
+    if cvar is None or limit is None:
+        return growth
+    return growth - BREACH_PENALTY * max(0.0, cvar / limit - 1.0)
+
+
+def calibrated_score(growth: float, outcomes: Tensor, alpha: float, limit: float) -> float:
+    """Growth at the exposure that brings the tail to the limit: growth · |limit| / ES, with ES = σ·φ(z_α)/α − μ.
+
+    Where the exposure is calibrated later, only the proportion of growth to tail counts. The tail is that of a normal
+    distribution with the outcomes' mean and deviation: a validation part holds one or two episodes of the tail itself,
+    and their mean would choose by luck. Losses count at the exposure as it is.
+
+    outcomes: of the budget's measure, [...]
+    """
+    z = NormalDist().inv_cdf(alpha)
+    shortfall = float(outcomes.std(correction=0)) * NormalDist().pdf(z) / alpha - float(outcomes.mean())
+    if growth <= 0:
+        return growth
+    return growth * min(-limit / max(shortfall, 1e-12), MOST_EXPOSURE)
+
+
+@dataclass(frozen=True)
+class BestScore:
+    """The best score so far."""
+
+    score: float = -math.inf
+    since: int = 0
+    """Evaluations after it, none of them better."""
+
+    def after(self, score: float) -> BestScore:
+        """With another evaluation; the earlier of two equal ones stays."""
+        return BestScore(score) if score > self.score else BestScore(self.score, self.since + 1)
+
+
+def signed(value: float) -> str:
+    """One decimal with its sign, as −3.4."""
+    return f"{value:+.1f}".replace("-", "−")
 
 
 class Validation:
@@ -33,7 +101,7 @@ class Validation:
         """Episodes that an evaluation is made of."""
         return sum(map(len, self.parts))
 
-    def evaluate(self, agent: Learner) -> Evaluation | None:
+    def evaluate(self, agent: Learner) -> ValidationResult | None:
         """Growth, tail and score of the agent as it is now; None where the part is shorter than an episode."""
         if not self.episodes:
             return None
@@ -42,22 +110,22 @@ class Validation:
         traded = [part.trade(agent, measure) for part in self.parts]
         growth = float(torch.cat([each.growth for each in traded]).mean()) / self.length * self.bars_per_year
         if risk is None:
-            return Evaluation(growth, None, growth)
+            return ValidationResult(growth, None, growth)
         outcomes = torch.cat([each.measured.flatten() for each in traded])
         cvar = float(cvar_from_samples(outcomes, risk.alpha))
         if risk.limit is None:
-            return Evaluation(growth, cvar, growth)
+            return ValidationResult(growth, cvar, growth)
         if risk.confidence > 0:
-            return Evaluation(growth, cvar, calibrated_score(growth, outcomes, risk.alpha, risk.limit))
-        return Evaluation(growth, cvar, budget_score(growth, cvar, risk.limit))
+            return ValidationResult(growth, cvar, calibrated_score(growth, outcomes, risk.alpha, risk.limit))
+        return ValidationResult(growth, cvar, budget_score(growth, cvar, risk.limit))
 
     def training_growth(self, agent: Learner) -> float:
         """Yearly log-growth of the last finished training episodes; NaN where their rewards do not tell it.
 
         A policy that explores pays for it in training: its growth there cannot be compared.
         """
-        figures, explores = agent.metrics, getattr(agent.config, "stochastic", True)
+        metrics, explores = agent.metrics, getattr(agent.config, "stochastic", True)
         if agent.spec is None or agent.spec.reward != "log" or explores:
             return math.nan
-        earned, length = (figures.get(f"rollout/ep_{name}_mean", math.nan) for name in ("rew", "len"))
+        earned, length = (metrics.get(f"rollout/ep_{name}_mean", math.nan) for name in ("rew", "len"))
         return earned / length * self.bars_per_year if length else math.nan

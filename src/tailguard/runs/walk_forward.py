@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,38 +17,39 @@ from rich.console import Console
 
 from tailguard.algorithm.ensemble import Ensemble, load_agent
 from tailguard.algorithm.learner import Learner
-from tailguard.config import RunConfig, to_dict, to_yaml
+from tailguard.config import RunConfig, to_yaml
 from tailguard.console import say
 from tailguard.data.splits import Fold
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.backtest import BacktestResult
-from tailguard.evaluate.trials import Trial, bars_hash, count_trials, record_trial, settings_hash, trials_path
-from tailguard.evaluate.walk_forward import Plan, WalkForward, plan_folds, put_together, trade_fold
+from tailguard.evaluate.trials import Trial, bars_hash, count_trials, record_trial, settings_hash
+from tailguard.evaluate.walk_forward_results import (
+    WalkForwardPlan,
+    WalkForwardResults,
+    combine_tests,
+    plan_folds,
+    trade_fold,
+)
+from tailguard.experiment.layout import RunLayout, is_unplanned
+from tailguard.experiment.settings import recorded_settings
 from tailguard.places import read_plain, recover, replace_synced
-from tailguard.runs.checkpoint import CHECKPOINTS, LATEST
-from tailguard.runs.folder import LOCK, MEMBERS, PLAN, RunFolder
+from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Members, train_members
 from tailguard.runs.training import prepare_device
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
-SETTINGS = "settings.yaml"
-"""Not config.yaml, which marks the folder of a single run."""
-
-_BEGINNING = re.compile(rf"{re.escape(LOCK)}|(\.?{re.escape(SETTINGS)}|\.{re.escape(PLAN)})(\.\d+\.partial)?")
-"""Files that a walk forward may leave if it is killed before it has a plan; nothing is trained by then."""
-
 
 def run_walk_forward(
     config: RunConfig,
     bars: Bars,
     folder: Path,
-    plan: Plan,
+    plan: WalkForwardPlan,
     console: Console,
     *,
     ask: Callable[[str], bool] = lambda _: False,
-) -> WalkForward:
+) -> WalkForwardResults:
     """Train every fold that is not finished in `folder`, test it, and combine the tests.
 
     `folder`: new, or that of an earlier call with the same settings, bars and plan, which is then resumed.
@@ -68,7 +68,7 @@ def run_walk_forward(
         for fold in folds:
             agent = _trained(config, fold, len(folds), seed, folder, console, ask)
             results[-1].append(trade_fold(agent, fold))
-    return _counted(put_together(config, bars, folds, results), config, digest, folder, plan, console)
+    return _counted(combine_tests(config, bars, folds, results), config, digest, folder, plan, console)
 
 
 def _trained(
@@ -81,7 +81,7 @@ def _trained(
     ask: Callable[[str], bool],
 ) -> Learner | Ensemble:
     """The agent of a fold: loaded if finished, else trained, from its newest checkpoint if it has one."""
-    place = RunFolder(folder / f"fold_{fold.number}" / f"seed_{seed}")
+    place = RunFolder(RunLayout(folder).fold_path(fold.number, seed))
     recover(place.agent_path)
     done = place.agent_path.is_dir()
     what = "is finished" if done else "trains"
@@ -92,7 +92,7 @@ def _trained(
     place.path.mkdir(parents=True, exist_ok=True)
     resume = place.metrics_path.exists()
     agent = train_members(
-        Members(config, fold.train, seed), place, None, console, resume=resume, again="the same command", ask=ask
+        Members.on(config, fold.train, seed), place, None, console, resume=resume, again="the same command", ask=ask
     )
     _let_go(place)
     return agent
@@ -109,19 +109,19 @@ def _finished(place: RunFolder) -> Learner | Ensemble:
 
 def _let_go(place: RunFolder) -> None:
     """Remove the checkpoints of a finished fold; its agent is kept."""
-    (place.path / LATEST).unlink(missing_ok=True)
-    for name in (CHECKPOINTS, MEMBERS):
-        shutil.rmtree(place.path / name, ignore_errors=True)
+    place.latest_path.unlink(missing_ok=True)
+    for path in (place.checkpoints_path, place.members_path):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _counted(
-    walked: WalkForward, config: RunConfig, digest: str, folder: Path, plan: Plan, console: Console
-) -> WalkForward:
+    walked: WalkForwardResults, config: RunConfig, digest: str, folder: Path, plan: WalkForwardPlan, console: Console
+) -> WalkForwardResults:
     """Write every seed into the record of trials and count them.
 
     All folds of a seed are one trial: they form one record, and none was selected. Each seed is a separate trial.
     """
-    path, mine = trials_path(folder), []
+    path, mine = RunLayout(folder).trials_path, []
     for number, account in enumerate(walked.stitched):
         also = {"walk forward": _sizes(plan), "seed": config.training.seed + number}
         ratio = account.metrics["sharpe"]
@@ -135,19 +135,20 @@ def _counted(
     return replace(walked, trials=count_trials(path, mine))
 
 
-def _sizes(plan: Plan) -> dict[str, Any]:
+def _sizes(plan: WalkForwardPlan) -> dict[str, Any]:
     return {"folds": plan.folds, "train": plan.train, "expanding": plan.expanding}
 
 
-def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequence[Fold]) -> None:
+def _claim(folder: Path, config: RunConfig, digest: str, plan: WalkForwardPlan, folds: Sequence[Fold]) -> None:
     """Write the plan, or check that an existing plan is the same."""
     wanted = {
-        "settings": to_dict(config),
+        "settings": recorded_settings(config),
         "bars": {"sha256": digest},
         "sizes": _sizes(plan),
         "folds": [fold.describe() for fold in folds],
     }
-    path = folder / PLAN
+    layout = RunLayout(folder)
+    path = layout.plan_path
     if path.is_file():
         begun = _read_plan(path)
         for part, value in wanted.items():
@@ -157,14 +158,14 @@ def _claim(folder: Path, config: RunConfig, digest: str, plan: Plan, folds: Sequ
                     f"{folder}: this walk forward was started with other {part}: {how}. Resume with the same ones, "
                     "or choose another --name"
                 )
-    elif folder.exists() and any(not _BEGINNING.fullmatch(item.name) for item in folder.iterdir()):
+    elif folder.exists() and any(not is_unplanned(item.name) for item in folder.iterdir()):
         raise ConfigError(f"{folder}: the folder exists already and holds no walk forward; choose another --name")
     else:
         folder.mkdir(parents=True, exist_ok=True)
         # The plan first: it identifies the folder, so a walk forward that is killed here can be resumed.
         replace_synced(path, (json.dumps(wanted, indent=2) + "\n").encode())
-    if not (folder / SETTINGS).is_file():
-        replace_synced(folder / SETTINGS, to_yaml(config).encode())
+    if not layout.walk_forward_settings_path.is_file():
+        replace_synced(layout.walk_forward_settings_path, to_yaml(config).encode())
 
 
 def _read_plan(path: Path) -> dict[str, Any]:

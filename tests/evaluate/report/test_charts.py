@@ -9,9 +9,10 @@ import pytest
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.report import charts
-from tailguard.evaluate.report.collect import AlarmRaised, Evidence
+from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.style import spaced, thin
 from tailguard.evaluate.report.training_charts import training_charts
+from tailguard.evaluate.report.training_record import AlarmRaised
 
 
 def test_thinning_keeps_every_extreme_and_both_ends() -> None:
@@ -25,7 +26,7 @@ def test_thinning_keeps_every_extreme_and_both_ends() -> None:
     assert spaced(10_001, 101).tolist() == list(range(0, 10_001, 100))
 
 
-def test_equity_is_shown_from_one_and_in_logarithms_when_it_needs_to_be(evidence: Evidence) -> None:
+def test_equity_is_shown_from_one_and_in_logarithms_when_it_needs_to_be(evidence: ReportData) -> None:
     chart = charts.equity_chart(evidence.results)
     own = chart.data[0]
     np.testing.assert_allclose(np.asarray(own.y, float), evidence.agent.equity)
@@ -41,7 +42,7 @@ def test_equity_is_shown_from_one_and_in_logarithms_when_it_needs_to_be(evidence
         assert only.layout.yaxis.type == kind
 
 
-def test_the_histogram_holds_every_window_and_marks_the_tail(evidence: Evidence) -> None:
+def test_the_histogram_holds_every_window_and_marks_the_tail(evidence: ReportData) -> None:
     chart = charts.returns_chart(evidence.results, 24, evidence.budget)
     assert np.sum(chart.data[0].y) == pytest.approx(100)
     assert np.sum(chart.data[1].y) == pytest.approx(100)
@@ -53,7 +54,7 @@ def test_the_histogram_holds_every_window_and_marks_the_tail(evidence: Evidence)
     assert "limit" not in {trace.name.split(":")[0] for trace in charts.returns_chart(evidence.results, 24, None).data}
 
 
-def test_costs_add_up_to_what_was_paid(evidence: Evidence) -> None:
+def test_costs_add_up_to_what_was_paid(evidence: ReportData) -> None:
     chart = charts.activity_chart(evidence.agent)
     shown = {trace.name: trace.y[-1] for trace in chart.data[2:]}
     for kind, total in shown.items():
@@ -62,7 +63,7 @@ def test_costs_add_up_to_what_was_paid(evidence: Evidence) -> None:
     assert np.sum(chart.data[1].y) == pytest.approx(100 * evidence.agent.turnover.sum())
 
 
-def test_rolling_risk_is_that_of_the_last_thirty_days(evidence: Evidence) -> None:
+def test_rolling_risk_is_that_of_the_last_thirty_days(evidence: ReportData) -> None:
     result = replace(evidence.agent, net=np.resize(evidence.agent.net, 2_000), time=3_600_000 * np.arange(2_000))
     chart = charts.rolling_chart({"agent": result, "buy & hold": result})
     assert chart is not None
@@ -71,7 +72,7 @@ def test_rolling_risk_is_that_of_the_last_thirty_days(evidence: Evidence) -> Non
     assert charts.rolling_chart(evidence.results) is None  # a test part of less than thirty days
 
 
-def test_calibration_is_shown_beside_what_right_predictions_give(evidence: Evidence) -> None:
+def test_calibration_is_shown_beside_what_right_predictions_give(evidence: ReportData) -> None:
     found = evidence.calibration
     assert found is not None
     assert np.sum(charts.pit_chart(found).data[0].y) == pytest.approx(100)

@@ -10,9 +10,9 @@ from rich.console import Console
 
 import tailguard as tg
 from tailguard.config import load_config
+from tailguard.evaluate.formatting import percent
 from tailguard.evaluate.report.folds import fold_gains, fold_rows, print_walk_forward, walk_forward_page
-from tailguard.evaluate.table import percent
-from tailguard.evaluate.walk_forward import Plan, WalkForward
+from tailguard.evaluate.walk_forward_results import WalkForwardPlan, WalkForwardResults
 from tailguard.runs.walk_forward import run_walk_forward
 
 SETTINGS = (
@@ -31,14 +31,14 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def walked(tmp_path_factory: pytest.TempPathFactory) -> WalkForward:
+def walked(tmp_path_factory: pytest.TempPathFactory) -> WalkForwardResults:
     bars = tg.make_market(1_500, seed=4).bars
     folder = tmp_path_factory.mktemp("walk") / "run"
-    config, plan = load_config(overrides=list(SETTINGS)), Plan(folds=2, seeds=2, train=900)
+    config, plan = load_config(overrides=list(SETTINGS)), WalkForwardPlan(folds=2, seeds=2, train=900)
     return run_walk_forward(config, bars, folder, plan, Console(quiet=True))
 
 
-def test_every_fold_is_shown_beside_holding_over_the_same_bars(walked: WalkForward) -> None:
+def test_every_fold_is_shown_beside_holding_over_the_same_bars(walked: WalkForwardResults) -> None:
     own, held = fold_gains(walked)
     assert own.shape == (2, 2)
     for place, fold in enumerate(walked.folds):
@@ -54,7 +54,7 @@ def test_every_fold_is_shown_beside_holding_over_the_same_bars(walked: WalkForwa
         )
 
 
-def test_terminal_and_page_tell_the_same(walked: WalkForward) -> None:
+def test_terminal_and_page_tell_the_same(walked: WalkForwardResults) -> None:
     text = io.StringIO()
     print_walk_forward(walked, Console(file=text, width=160))
     page = walk_forward_page(walked, "<b>run", "gamma: 0.99")

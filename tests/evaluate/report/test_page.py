@@ -12,16 +12,17 @@ import pytest
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.report import write_page, write_report
-from tailguard.evaluate.report.collect import AlarmRaised, Evidence
+from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.record_tables import trades_csv
 from tailguard.evaluate.report.sections import SECTIONS, report_page
-from tailguard.evaluate.report.tables import trades_csv
+from tailguard.evaluate.report.training_record import AlarmRaised
 
 HOSTILE = '</script><script>document.title="owned"</script><img src=x onerror=document.title="owned">&amp;"\''
 LINK = '<a href="javascript:document.title=1">BTC</a>'
 
 
 @pytest.fixture(scope="module")
-def hostile(evidence: Evidence) -> Evidence:
+def hostile(evidence: ReportData) -> ReportData:
     """The same run, every text of which comes from someone who wants to take over the page."""
 
     def renamed(result: BacktestResult) -> BacktestResult:
@@ -58,7 +59,7 @@ class Tags(HTMLParser):
         return [attributes for name, attributes in self.found if name == tag]
 
 
-def test_hostile_names_stay_text(hostile: Evidence) -> None:
+def test_hostile_names_stay_text(hostile: ReportData) -> None:
     page = report_page(hostile).html(hostile.name)
     tags = Tags(page)
     assert not tags.named("img")
@@ -72,7 +73,7 @@ def test_hostile_names_stay_text(hostile: Evidence) -> None:
     assert "\\u0026lt;a href" in page
 
 
-def test_the_page_is_whole_small_and_asks_for_nothing(evidence: Evidence, tmp_path: Path) -> None:
+def test_the_page_is_whole_small_and_asks_for_nothing(evidence: ReportData, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_report(evidence, path)
     page = path.read_text(encoding="utf-8")
@@ -96,7 +97,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_real_browser_draws_every_chart_without_a_word_or_a_request(
-    hostile: Evidence, tmp_path: Path, browser, width: int
+    hostile: ReportData, tmp_path: Path, browser, width: int
 ) -> None:
     path = tmp_path / "report.html"
     write_report(hostile, path)
@@ -117,7 +118,9 @@ def test_a_real_browser_draws_every_chart_without_a_word_or_a_request(
         assert window.run("return document.images.length") == 0
 
 
-def test_the_theme_button_changes_page_and_lines_and_is_remembered(evidence: Evidence, tmp_path: Path, browser) -> None:
+def test_the_theme_button_changes_page_and_lines_and_is_remembered(
+    evidence: ReportData, tmp_path: Path, browser
+) -> None:
     path = tmp_path / "report.html"
     write_report(evidence, path)
     paper = "return getComputedStyle(document.body).backgroundColor"
@@ -134,7 +137,7 @@ def test_the_theme_button_changes_page_and_lines_and_is_remembered(evidence: Evi
         assert window.log("browser") == []
 
 
-def test_lines_stand_out_from_a_dark_page(evidence: Evidence, tmp_path: Path, browser) -> None:
+def test_lines_stand_out_from_a_dark_page(evidence: ReportData, tmp_path: Path, browser) -> None:
     """A contrast of 4.5 in the dark (WCAG asks 3 of graphics, and these are thin), no line below 1.5 pixels."""
     path = tmp_path / "report.html"
     write_report(evidence, path)
@@ -156,7 +159,7 @@ def luminance(colour: str) -> float:
     return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_a_wide_table_scrolls_inside_its_box_on_a_phone(evidence: Evidence, tmp_path: Path, browser) -> None:
+def test_a_wide_table_scrolls_inside_its_box_on_a_phone(evidence: ReportData, tmp_path: Path, browser) -> None:
     path = tmp_path / "report.html"
     write_report(evidence, path)
     with browser(390, 800) as window:
@@ -174,7 +177,7 @@ def test_a_wide_table_scrolls_inside_its_box_on_a_phone(evidence: Evidence, tmp_
         assert last <= edge + 1 <= 391
 
 
-def test_a_button_saves_every_trade(evidence: Evidence, tmp_path: Path, browser) -> None:
+def test_a_button_saves_every_trade(evidence: ReportData, tmp_path: Path, browser) -> None:
     path = tmp_path / "report.html"
     write_report(evidence, path)
     with browser(1280, 900) as window:

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 
 from tailguard.evaluate.bootstrap import Interval
-from tailguard.evaluate.calibration import RiskBudget
-from tailguard.evaluate.calibration import Verdict as Budgeted
-from tailguard.evaluate.report.collect import AlarmRaised, Evidence
+from tailguard.evaluate.budget import BudgetCheck
+from tailguard.evaluate.budget import BudgetVerdict as Budgeted
+from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.training_record import AlarmRaised
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, judge, verdict, window_in_words
 from tailguard.evaluate.stress import Scenario
 
 
-def grown(evidence: Evidence, total: float = 1.5, **changes: object) -> Evidence:
+def grown(evidence: ReportData, total: float = 1.5, **changes: object) -> ReportData:
     """The evidence with an agent whose equity ends at this multiple."""
     result = evidence.agent
     equity = np.geomspace(1.0, total, len(result.equity))
@@ -24,7 +25,7 @@ def grown(evidence: Evidence, total: float = 1.5, **changes: object) -> Evidence
     return replace(evidence, results=evidence.results | {"agent": own}, stress=(Scenario("costs ×2", own),))
 
 
-def with_tests(evidence: Evidence, deflated: float, timing: float) -> Evidence:
+def with_tests(evidence: ReportData, deflated: float, timing: float) -> ReportData:
     skill = replace(evidence.skill, deflated=deflated, years=1.0, needed_years=3.5)
     return replace(evidence, skill=skill, timing=replace(evidence.timing, p_value=timing))
 
@@ -44,14 +45,14 @@ def with_tests(evidence: Evidence, deflated: float, timing: float) -> Evidence:
     ],
 )
 def test_skill_needs_both_a_ratio_beyond_luck_and_timing(
-    evidence: Evidence, deflated: float, timing: float, judgement: Judgement, words: str
+    evidence: ReportData, deflated: float, timing: float, judgement: Judgement, words: str
 ) -> None:
     found = verdict(with_tests(grown(evidence), deflated, timing))
     assert found.judgement is judgement
     assert words in str(found)
 
 
-def test_growth_is_a_years_only_where_there_is_a_year(evidence: Evidence) -> None:
+def test_growth_is_a_years_only_where_there_is_a_year(evidence: ReportData) -> None:
     short = verdict(grown(evidence)).sentences[0]
     assert "days it never saw, the agent made +50.0 % in all net of costs" in short
     long = grown(evidence, bars_per_year=float(len(evidence.agent.net)))
@@ -59,7 +60,7 @@ def test_growth_is_a_years_only_where_there_is_a_year(evidence: Evidence) -> Non
     assert "Over 12 months it never saw, the agent made +50.0 % a year net of costs" in verdict(long).sentences[0]
 
 
-def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: Evidence) -> None:
+def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: ReportData) -> None:
     lost = verdict(with_tests(grown(evidence, 0.9), 0.99, 0.01))
     assert lost.judgement is Judgement.LOSS
     assert lost.sentences[-1] == "Do not trade it."
@@ -71,7 +72,7 @@ def test_losses_ruin_and_idleness_are_called_by_their_names(evidence: Evidence) 
     assert "nothing to judge" in str(idle)
 
 
-def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: Evidence) -> None:
+def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: ReportData) -> None:
     good, bad = grown(evidence), grown(evidence, 0.8).agent
     stress = (Scenario("costs ×2", good.agent), Scenario("costs ×3", bad), Scenario("fills 1 bar later", bad))
     alarms = (AlarmRaised("lstm_dead", 10, 2, "…"),)
@@ -93,9 +94,9 @@ def test_what_breaks_it_and_what_went_wrong_in_training_is_said(evidence: Eviden
         ("kept", math.nan, "the risk budget was kept."),
     ],
 )
-def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, probability: float, words: str) -> None:
+def test_the_budget_is_judged_in_words(evidence: ReportData, kind: str, probability: float, words: str) -> None:
     found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
-    budget = RiskBudget(Budgeted(kind), found, -0.04, 0.05, 168, 2.6, probability=probability)
+    budget = BudgetCheck(Budgeted(kind), found, -0.04, 0.05, 168, 2.6, probability=probability)
     text = str(verdict(replace(grown(evidence), budgets={"agent": budget})))
     assert (
         "With a limit of -4.0 %, the worst 5 % of weeks made -3.1 % on average (95 % interval -5.0 % to -2.0 %, "
@@ -106,7 +107,7 @@ def test_the_budget_is_judged_in_words(evidence: Evidence, kind: str, probabilit
 @pytest.mark.parametrize(("windows", "words"), [(432.4, "432"), (2.25, "2.2"), (0.371, "0.37"), (0.012, "0.012")])
 def test_the_tail_windows_behind_a_verdict_are_counted(windows: float, words: str) -> None:
     found = Interval(-0.031, -0.05, -0.02, 0.95, 1.0, 10, 2000)
-    budget = RiskBudget(Budgeted.KEPT, found, -0.06, 0.05, 168, windows, probability=0.98)
+    budget = BudgetCheck(Budgeted.KEPT, found, -0.06, 0.05, 168, windows, probability=0.98)
     assert f"from {words} tail windows without overlap" in budget_in_words(budget, 8_766.0)
 
 

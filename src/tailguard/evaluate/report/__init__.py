@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tailguard.errors import ConfigError
-from tailguard.evaluate.report.collect import Evidence
+from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.sections import report_page
 from tailguard.places import replace_synced
 
 
-def write_report(evidence: Evidence, path: Path) -> None:
+def write_report(data: ReportData, path: Path) -> None:
     """Write the page; an existing report is replaced atomically."""
-    write_page(report_page(evidence).html(f"{evidence.name} · Tailguard report"), path)
+    write_page(report_page(data).html(f"{data.name} · Tailguard report"), path)
 
 
 def check_place(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The charts of a report, each a pure function of the collected evidence. Every axis has its unit."""
+"""The charts of a report, each a pure function of a report's data. Every axis has its unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from plotly.subplots import make_subplots
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import Interval
-from tailguard.evaluate.calibration import Calibration, RiskBudget
+from tailguard.evaluate.budget import BudgetCheck
+from tailguard.evaluate.prediction_calibration import Calibration
 from tailguard.evaluate.report.style import (
     BLUE,
     GREY,
@@ -81,7 +82,7 @@ def equity_chart(
     return dress(chart, 560)
 
 
-def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: RiskBudget | None) -> go.Figure:
+def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: BudgetCheck | None) -> go.Figure:
     """Histogram of the agent's returns over windows of `horizon` bars, with VaR, CVaR and the limit.
 
     Of its maximum drawdowns within the windows where the budget limits drawdowns.
@@ -252,12 +253,14 @@ def activity_chart(result: BacktestResult) -> go.Figure:
     return dress(chart, 560)
 
 
-def pit_chart(found: Calibration) -> go.Figure:
+def pit_chart(calibration: Calibration) -> go.Figure:
     """PIT histogram: ranks of outcomes in their predictions; flat if calibrated."""
-    bins = len(found.histogram)
+    bins = len(calibration.histogram)
     chart = figure(300, bargap=0.05)
     middles = 100 * (np.arange(bins) + 0.5) / bins
-    chart.add_bar(x=middles, y=100 * found.histogram, marker_color=BLUE, hovertemplate="%{y:.1f} %<extra></extra>")
+    chart.add_bar(
+        x=middles, y=100 * calibration.histogram, marker_color=BLUE, hovertemplate="%{y:.1f} %<extra></extra>"
+    )
     chart.add_hline(y=100 / bins, line={"color": VERMILLION, "dash": "dash", "width": 2})
     chart.update_layout(showlegend=False)
     chart.update_xaxes(title_text="rank of the outcome in its prediction, %")
@@ -265,12 +268,12 @@ def pit_chart(found: Calibration) -> go.Figure:
     return chart
 
 
-def coverage_chart(found: Calibration) -> go.Figure:
+def coverage_chart(calibration: Calibration) -> go.Figure:
     """Share of outcomes at or below each predicted quantile; on the diagonal where predictions are right."""
     chart = figure(300)
     chart.add_scatter(
-        x=100 * found.levels,
-        y=100 * found.coverage,
+        x=100 * calibration.levels,
+        y=100 * calibration.coverage,
         mode="lines+markers",
         line={"color": BLUE, "width": 1.5},
         marker={"size": 5},

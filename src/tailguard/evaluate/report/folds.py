@@ -11,22 +11,23 @@ from rich.console import Console
 from tailguard.console import say
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import interval, sharpe_statistic
+from tailguard.evaluate.budget import check_budget
+from tailguard.evaluate.formatting import growth_of, percent, with_interval
 from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.sections import costs_per_year
 from tailguard.evaluate.report.style import GREY, times
 from tailguard.evaluate.report.verdict import budget_in_words, overfitting_in_words, probability
+from tailguard.evaluate.results_table import budget_cell, print_rows
 from tailguard.evaluate.significance import sharpe_evidence
-from tailguard.evaluate.standing import judge_budget
-from tailguard.evaluate.table import budget_cell, growth_of, percent, print_rows, with_interval
-from tailguard.evaluate.walk_forward import WalkForward
+from tailguard.evaluate.walk_forward_results import WalkForwardResults
 
 HOLD = "buy & hold"
 ACCOUNT_HEADINGS = ("all tests", "growth", "Sharpe [95 % interval]", "max drawdown", "costs/yr", "budget")
 FOLD_HEADINGS = ("fold", "test period", "agent", "worst seed", "best seed", HOLD)
 
 
-def accounts(walked: WalkForward) -> dict[str, BacktestResult]:
+def accounts(walked: WalkForwardResults) -> dict[str, BacktestResult]:
     """The stitched account of every seed, then the baselines, by name."""
     seeds = walked.stitched
     names = (
@@ -35,12 +36,12 @@ def accounts(walked: WalkForward) -> dict[str, BacktestResult]:
     return dict(zip(names, seeds, strict=True)) | walked.baselines
 
 
-def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
+def account_rows(walked: WalkForwardResults, seed: int = 0) -> list[tuple[str, ...]]:
     """Cells by `ACCOUNT_HEADINGS`, a row an account; `seed` is that of the bootstrap."""
     rows: list[tuple[str, ...]] = []
     for name, result in accounts(walked).items():
         ratio = interval(result.net, sharpe_statistic(result.bars_per_year), np.random.default_rng(seed))
-        judged = None if walked.budget is None else judge_budget(result, walked.budget, seed)
+        judged = None if walked.budget is None else check_budget(result, walked.budget, seed)
         rows.append(
             (
                 name,
@@ -54,7 +55,7 @@ def account_rows(walked: WalkForward, seed: int = 0) -> list[tuple[str, ...]]:
     return rows
 
 
-def fold_gains(walked: WalkForward) -> tuple[np.ndarray, np.ndarray]:
+def fold_gains(walked: WalkForwardResults) -> tuple[np.ndarray, np.ndarray]:
     """Net return over each fold's test window: of every seed, [seeds, folds], and of buy & hold, [folds]."""
     own = np.array([[result.equity[-1] - 1 for result in each] for each in walked.results])
     held = walked.baselines[HOLD]
@@ -62,7 +63,7 @@ def fold_gains(walked: WalkForward) -> tuple[np.ndarray, np.ndarray]:
     return own, np.array([np.prod(1 + held.net[window]) - 1 for window in windows])
 
 
-def fold_rows(walked: WalkForward) -> list[tuple[str, ...]]:
+def fold_rows(walked: WalkForwardResults) -> list[tuple[str, ...]]:
     """Cells by `FOLD_HEADINGS`, a row a fold; the agent is the median of the seeds."""
     own, held = fold_gains(walked)
     rows: list[tuple[str, ...]] = []
@@ -74,7 +75,7 @@ def fold_rows(walked: WalkForward) -> list[tuple[str, ...]]:
     return rows
 
 
-def in_words(walked: WalkForward) -> list[str]:
+def in_words(walked: WalkForwardResults) -> list[str]:
     """Sentences on the results over folds and seeds."""
     own, held = fold_gains(walked)
     middle = np.median(own, axis=0)
@@ -83,17 +84,17 @@ def in_words(walked: WalkForward) -> list[str]:
         f"The agent gained in {int((middle > 0).sum())} of {count} folds and did better than buy & hold in "
         f"{int((middle > held).sum())}."
     ]
-    found = walked.over_seeds(np.random.default_rng(0))
-    if found is not None:
-        few = "" if found.seeds >= 5 else "; fewer than five seeds are weak evidence"
+    seeds = walked.over_seeds(np.random.default_rng(0))
+    if seeds is not None:
+        few = "" if seeds.seeds >= 5 else "; fewer than five seeds are weak evidence"
         sentences.append(
-            f"Over {found.seeds} seeds and all folds the interquartile mean of the Sharpe ratio is {found.iqm:.2f}, "
-            f"95 % interval {found.low:.2f} to {found.high:.2f}{few}."
+            f"Over {seeds.seeds} seeds and all folds the interquartile mean of the Sharpe ratio is {seeds.iqm:.2f}, "
+            f"95 % interval {seeds.low:.2f} to {seeds.high:.2f}{few}."
         )
     return [*sentences, *_luck(walked), *_budget(walked)]
 
 
-def _luck(walked: WalkForward) -> list[str]:
+def _luck(walked: WalkForwardResults) -> list[str]:
     """Sentences on luck, and on overfitting by selecting a seed."""
     sentences = []
     middle, tried = walked.middle, walked.trials
@@ -106,20 +107,20 @@ def _luck(walked: WalkForward) -> list[str]:
                 f"{probability(skill.deflated)}, after {tried.count} trial{'s' * (tried.count > 1)} ({tried.source}; "
                 "all folds of a seed are one trial)."
             )
-    found = walked.overfitting()
-    if found is not None:
+    overfitting = walked.overfitting()
+    if overfitting is not None:
         sentences.append(
-            f"{overfitting_in_words(found, 'seed')} Equally good seeds give about 50 %: do not select one."
+            f"{overfitting_in_words(overfitting, 'seed')} Equally good seeds give about 50 %: do not select one."
         )
     return sentences
 
 
-def _budget(walked: WalkForward) -> list[str]:
-    judged = None if walked.budget is None else judge_budget(walked.middle, walked.budget)
+def _budget(walked: WalkForwardResults) -> list[str]:
+    judged = None if walked.budget is None else check_budget(walked.middle, walked.budget)
     return [] if judged is None else [budget_in_words(judged, walked.middle.bars_per_year)]
 
 
-def folds_chart(walked: WalkForward) -> go.Figure:
+def folds_chart(walked: WalkForwardResults) -> go.Figure:
     """Equity of the stitched accounts beside the baselines; every other test window is shaded."""
     results = accounts(walked)
     falls = [*list(results)[: len(walked.stitched)], HOLD]
@@ -130,7 +131,7 @@ def folds_chart(walked: WalkForward) -> go.Figure:
     return chart
 
 
-def walk_forward_page(walked: WalkForward, name: str, config: str) -> str:
+def walk_forward_page(walked: WalkForwardResults, name: str, config: str) -> str:
     """The walk forward as one HTML file."""
     page = Page()
     page.add(f"<h1>{escape(name)}: walk forward</h1>")
@@ -149,7 +150,7 @@ def walk_forward_page(walked: WalkForward, name: str, config: str) -> str:
     return page.html(f"{name} · Tailguard walk forward")
 
 
-def print_walk_forward(walked: WalkForward, console: Console) -> None:
+def print_walk_forward(walked: WalkForwardResults, console: Console) -> None:
     """The walk forward in a terminal."""
     print_rows(FOLD_HEADINGS, fold_rows(walked), console)
     console.print()

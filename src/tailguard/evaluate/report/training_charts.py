@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
-from tailguard.evaluate.report.collect import AlarmRaised
 from tailguard.evaluate.report.style import BLUE, VERMILLION, figure, label, thin
-from tailguard.monitor.recording import STEP
+from tailguard.evaluate.report.training_record import AlarmRaised
+from tailguard.monitor.writers import STEP
 
 CURVES = {
     "rollout/ep_pnl_mean": ("profit of an episode, %", 100.0),
@@ -27,11 +27,11 @@ CURVES = {
 """Metrics shown, with their title and a factor for their unit."""
 
 
-def training_charts(figures: Sequence[Mapping[str, float]], alarms: Sequence[AlarmRaised]) -> dict[str, go.Figure]:
+def training_charts(iterations: Sequence[Mapping[str, float]], alarms: Sequence[AlarmRaised]) -> dict[str, go.Figure]:
     """A chart by title for every recorded metric; an alarm is a dashed line at its first step."""
     charts = {}
     for name, (title, factor) in CURVES.items():
-        points = [(line[STEP], factor * line[name]) for line in figures if name in line and STEP in line]
+        points = [(line[STEP], factor * line[name]) for line in iterations if name in line and STEP in line]
         values = np.array([point for point in points if np.isfinite(point[1])])
         if len(values) < 2:
             continue

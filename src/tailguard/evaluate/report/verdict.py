@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from tailguard.evaluate.table import growth_of, number, p_value, percent, whole_units, years_in_words
+from tailguard.evaluate.formatting import growth_of, number, p_value, percent, whole_units, years_in_words
 
 if TYPE_CHECKING:
     from tailguard.evaluate.bootstrap import Interval
-    from tailguard.evaluate.calibration import RiskBudget
-    from tailguard.evaluate.report.collect import Evidence
+    from tailguard.evaluate.budget import BudgetCheck
+    from tailguard.evaluate.report.collect import ReportData
     from tailguard.evaluate.significance import Overfitting
 
 CONFIDENCE = 0.95
@@ -43,52 +43,52 @@ class Verdict:
         return f"{self.judgement}. {' '.join(self.sentences)}"
 
 
-def judge(evidence: Evidence) -> Judgement:
+def judge(data: ReportData) -> Judgement:
     """Skill needs both: a Sharpe ratio that luck does not explain, and evidence of timing."""
-    agent = evidence.agent
+    agent = data.agent
     if agent.liquidated:
         return Judgement.RUIN
     if not agent.turnover.any():
         return Judgement.IDLE
     if not agent.equity[-1] > 1:
         return Judgement.LOSS
-    if not evidence.skill.deflated >= CONFIDENCE:
+    if not data.skill.deflated >= CONFIDENCE:
         return Judgement.NO_SKILL
-    return Judgement.SKILL if evidence.timing.p_value <= 1 - CONFIDENCE else Judgement.EXPOSURE
+    return Judgement.SKILL if data.timing.p_value <= 1 - CONFIDENCE else Judgement.EXPOSURE
 
 
-def verdict(evidence: Evidence) -> Verdict:
+def verdict(data: ReportData) -> Verdict:
     """The verdict on the test period, in the order of a sceptical reader's questions."""
-    judgement = judge(evidence)
-    sentences = [_outcome(evidence)]
+    judgement = judge(data)
+    sentences = [_outcome(data)]
     if judgement not in (Judgement.RUIN, Judgement.IDLE):
-        sentences += [_luck(evidence, judgement), *_against_holding(evidence)]
-    if evidence.budget is not None:
-        sentences.append(budget_in_words(evidence.budget, evidence.agent.bars_per_year))
-    sentences += [*_fragile(evidence), *_known_optimum(evidence)]
+        sentences += [_luck(data, judgement), *_against_holding(data)]
+    if data.budget is not None:
+        sentences.append(budget_in_words(data.budget, data.agent.bars_per_year))
+    sentences += [*_fragile(data), *_known_optimum(data)]
     if judgement in (Judgement.LOSS, Judgement.RUIN):
         sentences.append("Do not trade it.")
-    if evidence.alarms:
-        kinds = len(evidence.alarms)
+    if data.alarms:
+        kinds = len(data.alarms)
         sentences.append(f"{kinds} kind{'s' * (kinds > 1)} of alarm went off in training; see below.")
     return Verdict(judgement, tuple(sentences))
 
 
-def _outcome(evidence: Evidence) -> str:
-    agent, held = evidence.agent, evidence.results["buy & hold"]
-    if not evidence.agent.turnover.any():
+def _outcome(data: ReportData) -> str:
+    agent, held = data.agent, data.results["buy & hold"]
+    if not data.agent.turnover.any():
         return "The agent never traded in the test period, so there is nothing to judge."
-    ruin = " Its account was liquidated." if evidence.agent.liquidated else ""
+    ruin = " Its account was liquidated." if data.agent.liquidated else ""
     return (
-        f"Over {years_in_words(evidence.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
+        f"Over {years_in_words(data.skill.years)} it never saw, the agent made {growth_of(agent, 'in all')} net of "
         f"costs, with a maximum drawdown of {percent(-agent.metrics['max_drawdown'], sign=False)}; buy & hold made "
         f"{growth_of(held, 'in all')} with {percent(-held.metrics['max_drawdown'], sign=False)}.{ruin}"
     )
 
 
-def _luck(evidence: Evidence, judgement: Judgement) -> str:
-    skill, timing = evidence.skill, evidence.timing
-    ratio = f"Its Sharpe ratio is {sharpe_in_words(evidence.sharpes['agent'])}"
+def _luck(data: ReportData, judgement: Judgement) -> str:
+    skill, timing = data.skill, data.timing
+    ratio = f"Its Sharpe ratio is {sharpe_in_words(data.sharpes['agent'])}"
     tried = "" if skill.trials == 1 else f", after {skill.trials} trials"
     if judgement is Judgement.SKILL:
         return (
@@ -114,8 +114,8 @@ def _needed(needed: float, years: float) -> str:
     return f" A ratio like this takes {shown[0]} to distinguish from zero; there are {shown[1]}."
 
 
-def _against_holding(evidence: Evidence) -> list[str]:
-    difference = evidence.beaten["buy & hold"]
+def _against_holding(data: ReportData) -> list[str]:
+    difference = data.beaten["buy & hold"]
     return [] if math.isnan(difference.p_value) else [f"{ratio_against(difference, 'buy & hold')}."]
 
 
@@ -134,7 +134,7 @@ def ratio_against(difference: Interval, other: str) -> str:
     return f"{words}, which is within noise ({p_value(chance)})"
 
 
-def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
+def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
     """The budget, the realised CVaR and the tail windows it rests on, and the verdict with its probability."""
     what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
     did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
@@ -149,7 +149,7 @@ def budget_in_words(budget: RiskBudget, bars_per_year: float) -> str:
     )
 
 
-def _budget_verdict(budget: RiskBudget) -> str:
+def _budget_verdict(budget: BudgetCheck) -> str:
     decided, known = budget.verdict != "undecided", not math.isnan(budget.probability)
     if decided:
         holds = f" (probability that the limit holds: {chance(budget.probability)})" if known else ""
@@ -169,12 +169,12 @@ def _count(windows: float) -> str:
     return f"{windows:.1f}" if windows >= 1 else f"{windows:.2g}"
 
 
-def overfitting_in_words(found: Overfitting, what: str) -> str:
+def overfitting_in_words(overfitting: Overfitting, what: str) -> str:
     """The probability of backtest overfitting, and its meaning."""
     return (
-        f"Probability of backtest overfitting: {100 * found.probability:.0f} %. In this share of {len(found.logits):,} "
-        f"splits, the {what} that was best in one half of the record was no better than the median in the other half; "
-        f"it lost money there in {100 * found.probability_of_loss:.0f} %."
+        f"Probability of backtest overfitting: {100 * overfitting.probability:.0f} %. In this share of "
+        f"{len(overfitting.logits):,} splits, the {what} that was best in one half of the record was no better than "
+        f"the median in the other half; it lost money there in {100 * overfitting.probability_of_loss:.0f} %."
     )
 
 
@@ -184,31 +184,29 @@ def window_in_words(bars: int, bars_per_year: float) -> str:
     return unit if count == 1 and unit != "bars" else f"windows of {count} {unit}"
 
 
-def _fragile(evidence: Evidence) -> list[str]:
-    if not evidence.agent.equity[-1] > 1:
+def _fragile(data: ReportData) -> list[str]:
+    if not data.agent.equity[-1] > 1:
         return []
-    lost = [scenario.name for scenario in evidence.stress if not scenario.result.equity[-1] > 1]
+    lost = [scenario.name for scenario in data.stress if not scenario.result.equity[-1] > 1]
     return [f"It does not survive {_list(lost)}."] if lost else []
 
 
-def _known_optimum(evidence: Evidence) -> list[str]:
+def _known_optimum(data: ReportData) -> list[str]:
     sentences = []
-    if not math.isnan(evidence.captured):
-        sentences.append(
-            f"It captures {100 * evidence.captured:.0f} % of the log-growth that the planted signal allows."
-        )
-    if evidence.synthetic:
+    if not math.isnan(data.captured):
+        sentences.append(f"It captures {100 * data.captured:.0f} % of the log-growth that the planted signal allows.")
+    if data.synthetic:
         sentences.append("The market is synthetic; real markets differ.")
     return sentences
 
 
-def sharpe_in_words(found: Interval) -> str:
+def sharpe_in_words(ratio: Interval) -> str:
     """1.91 (95 % interval 0.84 to 2.93)."""
-    if math.isnan(found.estimate):
+    if math.isnan(ratio.estimate):
         return "not defined"
-    if math.isnan(found.low):
-        return f"{found.estimate:.2f}"
-    return f"{found.estimate:.2f} ({100 * found.level:.0f} % interval {found.low:.2f} to {found.high:.2f})"
+    if math.isnan(ratio.low):
+        return f"{ratio.estimate:.2f}"
+    return f"{ratio.estimate:.2f} ({100 * ratio.level:.0f} % interval {ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def share(value: float) -> str:

@@ -1,0 +1,121 @@
+"""What acts: a policy, the statistics of its observations and its environment, with Stable-Baselines3's verbs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tailguard.algorithm.config import LearnerConfig
+from tailguard.algorithm.rollout import ObservationScale
+from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.errors import ConfigError
+from tailguard.memory import keep_freed_memory
+from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
+from tailguard.models.policy import ActorCritic
+from tailguard.returns import RunningMoments
+from tailguard.validate import check_count, check_range
+
+if TYPE_CHECKING:
+    from tailguard.envs.protocol import VectorEnv
+    from tailguard.envs.spec import TradingSpec
+
+
+class Agent:
+    """A policy on an environment. What it learns from is the business of the learners derived from it."""
+
+    config: LearnerConfig
+
+    def __init__(
+        self, env: Any, config: LearnerConfig, seed: int, device: torch.device | str | None, num_envs: int | None
+    ) -> None:
+        given: object = seed
+        seed = int(given) if isinstance(given, np.integer) else seed
+        check_count("seed", seed, low=-(2**63))
+        check_range("seed", seed, high=2**63, high_open=True)
+        self.env: VectorEnv = as_vector_env(env, num_envs, device)
+        self.config = config
+        self.inputs = policy_inputs(self.env)
+        self.device = self.env.device
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.seed = seed
+        # Predictions draw from a stream of their own: asking a learning agent for actions must not change its course.
+        self.prediction_generator = torch.Generator(self.device).manual_seed(seed)
+        # The global generator is left as it was: weights depend on the seed alone.
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            network = ActorCritic(self.env.observation_size, self.env.action_space, config.network)
+        self.policy = network.to(self.device)
+        self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
+
+    @property
+    def spec(self) -> TradingSpec | None:
+        """What the agent must find again on new bars; None if it was not trained on bars."""
+        return self.inputs.spec
+
+    def _observation_scale(self) -> ObservationScale:
+        """Today's observation statistics; they do not move while a rollout or an evaluation runs."""
+        moments = self.observation_moments
+        clip = self.config.observation_clip if self.config.normalise_observations else math.inf
+        return ObservationScale(moments.mean.float(), moments.std.float(), clip)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        observation: Any,
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """The policy's action, and the memory to give back with the next observation; as in Stable-Baselines3.
+
+        `observation`: one observation or a batch, in the environment's own form. `state`: what the last call returned,
+        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not touched.
+        """
+        rows, single = self.inputs.encode(observation)
+        obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
+        count = obs.shape[0]
+        memory = self.policy.initial_state(count)[0]
+        if state is not None:
+            expected = [tuple(part.shape) for part in memory]
+            memory = tuple(torch.as_tensor(part, device=self.device) for part in state)
+            shapes = [tuple(part.shape) for part in memory]
+            if shapes != expected:
+                raise ConfigError(
+                    f"state has shape {shapes}; for {count} observations it is {expected}. Give back what the last "
+                    "predict returned, or None at the start"
+                )
+        start = torch.zeros(count, dtype=torch.bool, device=self.device)
+        if episode_start is not None:
+            start = torch.as_tensor(np.asarray(episode_start), dtype=torch.bool, device=self.device).reshape(-1)
+            if len(start) != count:
+                raise ConfigError(f"episode_start has {len(start)} entries for {count} observations")
+        dist_params, memory = self.policy.act(obs, memory, start)
+        head = self.policy.action_head
+        raw = head.mode(dist_params) if deterministic else head.sample(dist_params, self.prediction_generator)
+        action = self.inputs.decode(head.to_env(raw))
+        after = tuple(part.cpu().numpy() for part in memory) if self.policy.is_recurrent else None
+        return (action[0] if single else action), after
+
+    def inference_policy(self) -> StepPolicy:
+        """The deterministic policy for one environment, step by step: the actions of `predict`, bit for bit, faster.
+
+        It has a memory of its own and the weights and statistics of now; make a new one after further training.
+        """
+        if type(self).predict is not Agent.predict:
+            return PredictPolicy(self)  # a subclass decides in its own way
+        return InferencePolicy(self.policy, self._observation_scale())
+
+    def get_env(self) -> Any:
+        """The environment the agent trains on; an SB3 `VecEnv` if it was given one."""
+        return getattr(getattr(self.env, "vector_env", None), "vec_env", self.env)
+
+    def get_vec_normalize_env(self) -> Any:
+        """SB3's `VecNormalize`, if the agent trains on one; else None, for the statistics are the agent's own."""
+        env = self.get_env()
+        while env is not None and not (hasattr(env, "norm_obs") and hasattr(env, "obs_rms")):
+            env = getattr(env, "venv", None)
+        return env

@@ -1,0 +1,185 @@
+"""The commands for finished runs: `backtest`, `report` and `compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tailguard.cli.application import app
+from tailguard.cli.common import TrustPlugins, shown_steps
+from tailguard.console import say
+from tailguard.places import check_writable_place, replace_synced
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of configurations tried, for the deflated Sharpe ratio. Default: the entries for these bars in "
+        "trials.jsonl beside the run's folder."
+    ),
+]
+Symbol = Annotated[str | None, typer.Option(help="Trade only this symbol, for an agent with one symbol per account.")]
+
+
+@app.command()
+def backtest(
+    run: Run,
+    data: Annotated[
+        Path | None, typer.Option(help="Bars to trade instead of the run's own: a file or a folder.")
+    ] = None,
+    split: Annotated[
+        Literal["test", "validation", "train"] | None, typer.Option(help="Part of the run's own bars. Default: test.")
+    ] = None,
+    symbol: Symbol = None,
+    costs: Annotated[float, typer.Option(help="Factor on all assumed costs: 2 doubles them.")] = 1.0,
+    delay: Annotated[int, typer.Option(help="Extra bars between a decision and its fill.")] = 0,
+    noise: Annotated[
+        float, typer.Option(help="Noise on the agent's features, in standard deviations of each: 0.1.")
+    ] = 0.0,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Write the agent's equity, weights and costs for every bar to a .csv or .parquet file."),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write all metrics as JSON; - prints them and nothing else."),
+    ] = None,
+    trials: Trials = None,
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Backtest a run's agent and compare it with the baselines, net of all costs."""
+    from rich.console import Console
+
+    from tailguard.data.storage import check_writable, write_frame
+    from tailguard.evaluate.baselines import AGENT
+    from tailguard.evaluate.results_table import print_summary
+    from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
+    from tailguard.experiment.trained_run import read_run_config
+    from tailguard.validate import check_count
+
+    if trials is not None:
+        check_count("--trials", trials)
+    if csv is not None:
+        check_writable(csv)
+    for path in (csv, None if json_file in (None, "-") else Path(str(json_file))):
+        if path is not None:
+            check_writable_place(path)
+    console = Console(stderr=json_file == "-")
+    read_run_config(run, trust_plugins=trust_plugins)
+    stress = Stress(costs, delay, noise)
+    backtested = backtest_saved_run(
+        run, data, split, symbol, stress, trials, lambda: shown_steps("backtest", 12, console)
+    )
+    if json_file != "-":
+        for line in backtested.seen.lines():
+            console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
+        print_summary(backtested.summary, backtested.title, console)
+        console.print()
+        for line in backtested.lines():
+            say(console, line)
+    if csv is not None:
+        write_frame(backtested.summary.results[AGENT].frame(), csv)
+        say(console, f"saved    {csv}")
+    if json_file is not None:
+        about = {"run": str(run), "part": backtested.title, "costs": costs, "delay": delay, "noise": noise}
+        text = json.dumps(about | backtested.to_json(), indent=2)
+        if json_file == "-":
+            typer.echo(text)
+        else:
+            replace_synced(Path(json_file), f"{text}\n".encode())
+            say(console, f"saved    {json_file}")
+
+
+@app.command()
+def report(
+    run: Run,
+    out: Annotated[Path | None, typer.Option(help="HTML file to write. Default: report.html in the run.")] = None,
+    symbol: Symbol = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(help="Evaluate this risk budget: -0.04 allows the worst windows to lose 4 % on average."),
+    ] = None,
+    alpha: Annotated[float, typer.Option(help="Share of worst windows that the limit applies to.")] = 0.05,
+    horizon: Annotated[str, typer.Option(help="Length of a window for the limit: 7d, 24h.")] = "7d",
+    outcome: Annotated[
+        Literal["return", "drawdown"],
+        typer.Option(help="What the limit applies to: the return of a window, or its maximum drawdown."),
+    ] = "return",
+    trials: Trials = None,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also write the report as a PNG image.")] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns as CSV files.")
+    ] = False,
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. The page works offline."""
+    from rich.console import Console
+
+    from tailguard.evaluate.budget import Budget
+    from tailguard.evaluate.report import check_place, write_report
+    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
+    from tailguard.evaluate.report.record_tables import write_csv
+    from tailguard.evaluate.report.verdict import verdict
+    from tailguard.evaluate.stressed_backtest import select_account
+    from tailguard.experiment.layout import RunLayout
+    from tailguard.experiment.trained_run import open_run, read_run_config
+    from tailguard.validate import check_count, check_range
+
+    if trials is not None:
+        check_count("--trials", trials)
+    if limit is not None:
+        check_range("--limit", limit, low=-1, high=0)
+        check_range("--alpha", alpha, low=0, high=1, low_open=True, high_open=True)
+    read_run_config(run, trust_plugins=trust_plugins)
+    path = out or RunLayout(run).report_path
+    check_place(path)
+    exports = [(suffix, save) for suffix, wanted, save in ((".pdf", pdf, save_pdf), (".png", png, save_png)) if wanted]
+    if exports:
+        find_browser()  # a missing browser is an error before the work, not after it
+    console = Console()
+    opened = open_run(run)
+    select_account(opened.agent, opened.split.test, symbol)
+    if symbol is not None:
+        opened = opened.select(symbol)
+    budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
+    with shown_steps("report", work_ahead(opened), console) as begin:
+        data = collect(opened, budget=budget, trials=trials, before_each=begin)
+    write_report(data, path)
+    say(console, f"verdict  {verdict(data)}")
+    say(console, f"report   {path}")
+    if csv:
+        folder = path.with_name(f"{path.stem}_data")
+        write_csv(data, folder)
+        say(console, f"saved    {folder}")
+    for suffix, save in exports:
+        save(path, path.with_suffix(suffix))
+        say(console, f"saved    {path.with_suffix(suffix)}")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN…", help="Folders of finished runs.")],
+    out: Annotated[Path, typer.Option(help="HTML file with all equity curves in one chart.")] = Path("compare.html"),
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Compare runs: metrics, significance of the difference, settings that differ, and a chart."""
+    from rich.console import Console
+
+    from tailguard.evaluate.compare import compare_runs, comparison_page, print_comparison
+    from tailguard.evaluate.report import check_place, write_page
+    from tailguard.experiment.trained_run import read_run_config
+
+    check_place(out)
+    for run in runs:
+        read_run_config(run, trust_plugins=trust_plugins)
+    console = Console()
+    with shown_steps("compare", len(runs), console) as begin:
+        comparison = compare_runs(runs, before_each=begin)
+    print_comparison(comparison, console)
+    write_page(comparison_page(comparison), out)
+    say(console, f"chart    {out}")

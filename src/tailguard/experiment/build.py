@@ -1,0 +1,165 @@
+"""From settings to what is trained: bars, their split, the environment and a fresh learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.saving import LEARNERS
+from tailguard.config import RunConfig, to_dict
+from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.sources import load_bars
+from tailguard.data.splits import Split, split_bars
+from tailguard.data.synthetic import SyntheticMarket, describe, make_market
+from tailguard.envs.mapped_market import (
+    MappedBars,
+    PreparedMarket,
+    check_same_setting,
+    is_prepared_market,
+    open_market,
+)
+from tailguard.envs.trading import TradingEnv
+from tailguard.errors import ConfigError
+from tailguard.experiment.memory_needs import check_memory, check_synthetic
+
+if TYPE_CHECKING:
+    from tailguard.data.bars import Bars
+
+BOUND = (
+    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
+    *("data.features", "env.accounts"),
+)
+"""Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
+
+
+@dataclass(frozen=True)
+class Market:
+    """The bars that the settings name."""
+
+    bars: Bars | PreparedMarket
+    """In memory, or prepared on disk."""
+    synthetic: SyntheticMarket | None = None
+    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+
+    def describe(self) -> str:
+        """Symbols, period and source in a line."""
+        if self.synthetic is not None:
+            return describe(self.synthetic)
+        first, last = self.bars.end_points
+        symbols = ", ".join(self.bars.symbols)
+        return f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What the settings of a run make, before any training."""
+
+    config: RunConfig
+    market: Market
+    """All bars, before they are split."""
+    split: Split | PreparedMarket
+    env: TradingEnv
+    """Trades the training part."""
+    learner: Learner
+    """Untrained; it acts in `env`."""
+
+
+def build(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) -> Experiment:
+    """Build everything that a training needs. `report` is called with a line on each part once it exists."""
+    market = load_market(config)
+    report(f"market   {market.describe()}")
+    split = split_market(config, market.bars)
+    report(f"split    {split.describe()}")
+    learner = build_learner(config, prepare_training(config, split.train), config.training.seed)
+    return Experiment(config, market, split, trading_env(learner), learner)
+
+
+def load_market(config: RunConfig) -> Market:
+    """The bars that the settings name, or the synthetic market with its generator."""
+    data = config.data
+    if data.path is None:
+        check_synthetic(config)
+        synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
+        return Market(synthetic.bars, synthetic)
+    if is_prepared_market(Path(data.path)):
+        return Market(open_market(data.path))
+    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
+    return Market(bars.select(*data.symbols) if data.symbols else bars)
+
+
+def load_bars_in_memory(config: RunConfig) -> Bars:
+    """The bars that the settings name, for work that needs all of them; a prepared market has one split only."""
+    bars = load_market(config).bars
+    if isinstance(bars, PreparedMarket):
+        raise ConfigError(f"data.path: {bars.folder} is prepared for one split; a walk forward needs files of bars")
+    return bars
+
+
+def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
+    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    if isinstance(bars, PreparedMarket):
+        for name, value in bound_settings(config).items():
+            check_same_setting(bars.folder, name, bars.settings.get(name), value)
+        return bars
+    sizes = (config.data.validation, config.data.test)
+    validation, test = (_size(size) for size in sizes)
+    return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
+
+
+def bound_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that a prepared market depends on, by their names."""
+    plain = to_dict(config)
+    return {name: plain[name.partition(".")[0]][name.partition(".")[2]] for name in BOUND}
+
+
+def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars:
+    """Training bars with their scaled features, computed once for all learners of a run."""
+    if isinstance(bars, MappedBars):
+        return bars
+    return prepare(bars, config.data.features or None, accounts=config.env.accounts)
+
+
+def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
+    """The environment that trades these training bars."""
+    n_steps, length = config.chosen.n_steps, config.env.episode_length
+    return TradingEnv(
+        bars,
+        config.market,
+        config.num_envs,
+        config.training.device,
+        episode_length=length,
+        features=None if isinstance(bars, PreparedBars) else config.data.features or None,
+        accounts=config.env.accounts,
+        reward=config.env.reward,
+        shield=config.env.shield,
+        volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
+        stagger=None if n_steps == length else n_steps,  # whole episodes begin together
+        seed=seed,
+    )
+
+
+def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Learner:
+    """A fresh learner on these training bars. Settings that cannot fit into memory are refused first."""
+    env = build_env(config, bars, seed)
+    check_memory(config, env)
+    kind, _ = LEARNERS[config.learner]
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    return learner
+
+
+def trading_env(learner: Learner) -> TradingEnv:
+    """The environment of a run's learner, which trades bars."""
+    env: Any = learner.env
+    assert isinstance(env, TradingEnv)
+    return env
+
+
+def _size(value: float | str) -> float | str:
+    """A fraction written in YAML as text is still a fraction."""
+    try:
+        return float(value)
+    except ValueError:
+        return value

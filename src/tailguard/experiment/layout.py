@@ -1,0 +1,183 @@
+"""Where everything of a run lies: every file and folder of a run folder is named here, and only here.
+
+```
+runs/
+  trials.jsonl                 record of every evaluated training
+  <name>/                      a run
+    config.yaml settings.json  its settings, and a seal of them
+    metrics.jsonl tensorboard/ metrics of every iteration
+    checkpoints/step_<n>/      latest names the newest
+    members/<n>/               metrics and checkpoints of each of several learners
+    agent/                     the result
+    report.html
+  <name>/                      a walk forward
+    walk_forward.json settings.yaml walk_forward.html
+    fold_<n>/seed_<s>/         a run's metrics, checkpoints and agent
+```
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+RUNS = "runs"
+"""Folder of all runs, in the working folder; names such as `btc/wide` are folders within it."""
+TRIALS = "trials.jsonl"
+
+CONFIG = "config.yaml"
+"""It marks the folder of a single run."""
+SEAL = "settings.json"
+"""The settings that the run was started with, and their SHA-256."""
+METRICS = "metrics.jsonl"
+TENSORBOARD = "tensorboard"
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+MEMBERS = "members"
+AGENT = "agent"
+LOCK = ".lock"
+REPORT = "report.html"
+
+PLAN = "walk_forward.json"
+"""Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
+WALK_FORWARD_SETTINGS = "settings.yaml"
+"""Not config.yaml, which marks the folder of a single run."""
+WALK_FORWARD_PAGE = "walk_forward.html"
+
+WRITTEN = (CONFIG, SEAL, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, MEMBERS, AGENT, LOCK)
+"""Everything that the training of a run writes; other files in the folder are never touched."""
+
+_PARTIAL = r"\.\d+\.partial"
+_REPLACED = "|".join(map(re.escape, (CONFIG, SEAL, METRICS, LATEST)))
+_LEFTOVER = re.compile(rf"\.({_REPLACED}){_PARTIAL}")
+_UNPLANNED = re.compile(rf"{re.escape(LOCK)}|(\.?{re.escape(WALK_FORWARD_SETTINGS)}|\.{re.escape(PLAN)})({_PARTIAL})?")
+_STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
+_CHECKPOINT_LEFTOVER = re.compile(r"\.step_\d+\.(\d+\.(partial|old)|removed)")
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The paths of one run folder; nothing is read or written."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / CONFIG
+
+    @property
+    def seal_path(self) -> Path:
+        return self.path / SEAL
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / TENSORBOARD
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def latest_path(self) -> Path:
+        """A line of text that names the newest checkpoint."""
+        return self.path / LATEST
+
+    @property
+    def members_path(self) -> Path:
+        return self.path / MEMBERS
+
+    @property
+    def agent_path(self) -> Path:
+        return self.path / AGENT
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / LOCK
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / REPORT
+
+    @property
+    def plan_path(self) -> Path:
+        return self.path / PLAN
+
+    @property
+    def walk_forward_settings_path(self) -> Path:
+        return self.path / WALK_FORWARD_SETTINGS
+
+    @property
+    def walk_forward_page_path(self) -> Path:
+        return self.path / WALK_FORWARD_PAGE
+
+    @property
+    def trials_path(self) -> Path:
+        """The record of trials that the run belongs to: in the nearest folder `runs` above it, else beside it."""
+        above = self.path.absolute().parents
+        return next((each for each in above if each.name == RUNS), above[0]) / TRIALS
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self.checkpoints_path / checkpoint_name(step)
+
+    def member_path(self, number: int) -> Path:
+        """The folder of one of several learners, counted from 0; it has metrics and checkpoints as a run has."""
+        return self.members_path / str(number)
+
+    def fold_path(self, fold: int, seed: int) -> Path:
+        """The folder of one agent of a walk forward."""
+        return self.path / f"fold_{fold}" / f"seed_{seed}"
+
+    def is_run(self) -> bool:
+        """Whether the folder is that of a single run."""
+        return self.config_path.is_file()
+
+    def is_walk_forward(self) -> bool:
+        return self.plan_path.is_file()
+
+    def training_folders(self) -> list[RunLayout]:
+        """Where the metrics and checkpoints of the training are: the run's own folder, or that of each member."""
+        inside = self.members_path.iterdir() if self.members_path.is_dir() else ()
+        members = sorted((path for path in inside if path.name.isdigit()), key=lambda path: int(path.name))
+        return [RunLayout(path) for path in members] or [RunLayout(self.path)]
+
+
+def checkpoint_name(step: int) -> str:
+    """Name of the checkpoint of this step."""
+    return f"step_{step}"
+
+
+def checkpoint_step(name: str) -> int | None:
+    """The step of a checkpoint's name; None for other names."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def removed_name(step: int) -> str:
+    """Name of a checkpoint while its files are being deleted."""
+    return f".{checkpoint_name(step)}.removed"
+
+
+def is_leftover(name: str) -> bool:
+    """Whether it is a file of a run that a killed process left half written."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+def is_checkpoint_leftover(name: str) -> bool:
+    """Whether it is a checkpoint that a killed process left half written or half removed."""
+    return _CHECKPOINT_LEFTOVER.fullmatch(name) is not None
+
+
+def is_unplanned(name: str) -> bool:
+    """Whether a walk forward may leave the file if it is killed before it has a plan; nothing is trained by then."""
+    return _UNPLANNED.fullmatch(name) is not None
+
+
+def resume_command(folder: Path) -> str:
+    """The command that resumes the run in this folder."""
+    return f"tailguard train --resume {shlex.quote(str(folder))}"

@@ -1,0 +1,53 @@
+"""The report's tables as data: every number of a CSV file is one of the record's."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tailguard.errors import ConfigError
+from tailguard.evaluate import metrics
+from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.record_tables import csv_text, drawdown_rows, duration, moment, month_rows, write_csv
+
+
+def test_the_files_hold_the_record(evidence: ReportData, tmp_path: Path) -> None:
+    write_csv(evidence, tmp_path / "data")
+    write_csv(evidence, tmp_path / "data")  # replaced, not refused
+    own = evidence.agent
+    found = {path.name: pl.read_csv(path) for path in (tmp_path / "data").iterdir()}
+    assert sorted(found) == ["bars.csv", "drawdowns.csv", "months.csv", "trades.csv"]
+    np.testing.assert_allclose(found["bars.csv"]["equity"], own.equity[1:], rtol=1e-12)
+    assert found["trades.csv"]["pnl"].sum() == pytest.approx(own.equity[-1] - 1, abs=1e-12)
+    assert np.prod(1 + found["months.csv"]["net_return"].to_numpy()) == pytest.approx(own.equity[-1], rel=1e-12)
+    assert found["drawdowns.csv"]["depth"].min() == pytest.approx(metrics.max_drawdown(own.equity), rel=1e-12)
+
+
+def test_a_folder_that_cannot_be_made_is_named(evidence: ReportData, tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    with pytest.raises(ConfigError, match=r"data: cannot be written"):
+        write_csv(evidence, tmp_path / "data")
+
+
+def test_rows_to_read(evidence: ReportData) -> None:
+    own = evidence.agent
+    worst = drawdown_rows(own)[0]
+    assert worst[0] == f"{100 * metrics.max_drawdown(own.equity):+.1f} %"
+    total = 1.0
+    for _, values in month_rows(own):
+        *months, year = values
+        assert len(months) == 12
+        assert year is not None
+        total *= 1 + year
+    assert total == pytest.approx(own.equity[-1], rel=1e-12)
+    assert moment(1_612_134_000_000) == "2021-01-31 23:00"
+    spans = [timedelta(minutes=45), timedelta(hours=7), timedelta(days=3)]
+    assert [duration(span) for span in spans] == ["45 min", "7.0 h", "3.0 d"]
+
+
+def test_text_in_a_csv_file_is_quoted() -> None:
+    assert csv_text(("a", "b"), [('x,"y', 1.5)]) == 'a,b\n"x,""y",1.5\n'
