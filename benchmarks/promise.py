@@ -36,6 +36,7 @@ from tailguard.data.features import compute_features
 from tailguard.data.market_law import MarketLaw
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
+from tailguard.data.splits import Split
 from tailguard.data.table import FeatureTable
 from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
@@ -68,14 +69,16 @@ def settings(seed: int, limit: float, learner: str, changes: list[str]) -> RunCo
     return load_config(overrides=[*own, f"learner={learner}", *changes])
 
 
-def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
-    """Train one agent and judge it."""
-    law, seed, limit, learner, changes = case
+def train_case(
+    law: str, seed: int, limit: float, learner: str, changes: list[str]
+) -> tuple[Ensemble, Split, dict[str, Any]]:
+    """Train one agent; returns it with its bars and what is known of it before it is judged."""
     torch.set_num_threads(1)
     config = settings(seed, limit, learner, changes)
     bars = tg.make_market(BARS, seed=seed, signal=SIGNAL, law=LAWS[law]).bars
     begun, cpu = time.perf_counter(), time.process_time()
     split = split_market(config, bars)
+    assert isinstance(split, Split)
     members = Members.on(config, split.train, seed)
     with tempfile.TemporaryDirectory() as folder:
         agent = train_members(
@@ -90,6 +93,13 @@ def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
     assert isinstance(agent, Ensemble)
     found: dict[str, Any] = {"law": law, "seed": seed, "limit": limit, "learner": learner}
     found |= {"exposure": agent.exposure, "seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
+    return agent, split, found
+
+
+def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
+    """Train one agent and judge it."""
+    agent, split, found = train_case(*case)
+    law = case[0]
     (test,) = episodes_on(agent.spec, split.test)  # type: ignore[arg-type]
     found["test"] = test.trade(agent).measured[:, 0].tolist()
     found["true"] = judge(agent, unseen(law, SIGNAL, agent), FACTORS)

@@ -21,6 +21,7 @@ import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
+from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
@@ -85,6 +86,8 @@ class EnvConfig:
     """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
     """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """Random variation of the training episodes; evaluations are without it."""
 
     def __post_init__(self) -> None:
         check_count("env.num_envs", self.num_envs, low=0)

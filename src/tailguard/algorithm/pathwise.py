@@ -118,7 +118,7 @@ class PathwiseLearner(Learner):
     def _learn_policy(self) -> _Window:
         """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
         noise = self._noise()
-        traced = self._collect(noise=noise)
+        traced = self._collect(noise=noise, mask=self._dropout_mask())
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
@@ -140,6 +140,19 @@ class PathwiseLearner(Learner):
         shape = (self.config.n_steps, self.env.num_envs)
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
+
+    def _dropout_mask(self) -> Tensor | None:
+        """Factors on the encoder's outputs, [N, E]: 0 for those that are dropped, 1 / (1 − p) for the others.
+
+        One mask for a whole window, because a recurrent policy would average over masks that change with every bar
+        (Gal & Ghahramani 2016).
+        """
+        share = self.config.dropout
+        if share == 0:
+            return None
+        shape = (self.env.num_envs, self.policy.each_trunk()[0].encoder.output_size)
+        kept = torch.rand(shape, generator=self.generator, device=self.device) >= share
+        return kept.float() / (1 - share)
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor

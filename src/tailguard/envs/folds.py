@@ -35,7 +35,8 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
     """Cut the episodes of an environment into folds by time.
 
     To leave a fold out, restrict the environment's `starts` to those outside. Features look back, so no episode outside
-    is closer to the fold than the embargo.
+    is closer to the fold than the embargo. Rescaled copies of the bars are left out by the same times; an agent is
+    judged on the bars themselves.
     """
     check_count("folds", folds, low=2)
     count = env.starts.shape[0]
@@ -48,7 +49,7 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
     edges[-1] = end.max() + 1
     cut = []
     for first, stop in pairwise(edges.tolist()):
-        inside = (begin >= first) & (end < stop)
+        inside = (begin >= first) & (end < stop) & (rows < env.prepared.own_rows)
         outside = (end < first - embargo_ms) | (begin >= stop + embargo_ms)
         if not inside.any() or not outside.any():
             raise ConfigError(
