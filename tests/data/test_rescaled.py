@@ -47,9 +47,8 @@ def test_copies_follow_the_bars_with_features_of_their_own(bars) -> None:
     np.testing.assert_array_equal(both.features[2 * rows :], expected.features)
     # The true range of the copy is twice as large; a return in units of volatility is what it was.
     center, scale = prepared.scaler.center[1], prepared.scaler.scale[1]
-    own, copy = (
-        center + scale * part[prepared.usable, 1] for part in (both.features[:rows], both.features[2 * rows :])
-    )
+    parts = both.features[:rows], both.features[2 * rows :]
+    own, copy = (center + scale * part[prepared.usable, 1] for part in parts)
     assert np.median(copy / own) == pytest.approx(2, rel=0.01)
     np.testing.assert_allclose(both.features[2 * rows :, 0], prepared.features[:, 0], atol=1e-4)
     assert len(set(both.panel.segment.tolist())) == 3 * len(set(prepared.panel.segment.tolist()))

@@ -126,7 +126,7 @@ def test_a_saved_state_goes_on_exactly(bars) -> None:
         assert torch.equal(found.obs, wanted.obs)
         assert torch.equal(found.reward, wanted.reward)
     plain = tg.TradingEnv(bars, num_envs=8, episode_length=7)
-    with pytest.raises(ConfigError, match="another env.randomisation"):
+    with pytest.raises(ConfigError, match=r"another env\.randomisation"):
         plain.load_state_dict(saved)
 
 
