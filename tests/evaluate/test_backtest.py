@@ -400,7 +400,7 @@ def test_volatility_that_doubles_overnight_breaks_the_limit_only_for_a_while() -
     """A trained agent, calibrated on a calm market and backtested through the change: four months before it, ten after.
 
     With both volatility scaling and the throttle the tail of all windows after the change is at the limit, and inside
-    it after 30 days, which the scaling and the throttle need to notice; with neither it is one and a half times as deep.
+    it after 30 days, which the scaling and the throttle need to notice; with neither it is half as deep again.
     """
     limit, length, change = -0.01, 24, 3_000
     after = doubled_from(tg.make_market(10_000, seed=200, signal=20.0).bars, change)
