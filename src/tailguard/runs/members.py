@@ -144,6 +144,7 @@ def _result(
         alpha=risk.alpha,
         level=risk.confidence,
         overlap=max(part.overlap for part, _ in parts),
+        kind=risk.bound,
     )
     say(console, f"exposure {describe_exposure(calibrated)}")
     return Ensemble(agents, calibrated, throttled=risk.throttle and risk.measure == "episode")
