@@ -12,7 +12,7 @@ from tailguard.algorithm.config import LearnerConfig
 from tailguard.algorithm.rollout import ObservationScale
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.errors import ConfigError
-from tailguard.memory import keep_freed_memory
+from tailguard.memory_limits import keep_freed_memory
 from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
 from tailguard.models.policy import ActorCritic
 from tailguard.returns import RunningMoments

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
+from tailguard.algorithm.learner_state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.nonfinite import FiniteGuard
 from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.schedules import Schedule
-from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.models.policy import ActorCritic
 from tailguard.optim import VarianceGradientScaler
 

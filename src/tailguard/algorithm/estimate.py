@@ -117,17 +117,17 @@ def evaluate_critics(
 
 
 def _read(
-    critic: ReturnCritic, found: CriticOutput, scale: RunningMoments, config: EstimateConfig
+    critic: ReturnCritic, output: CriticOutput, scale: RunningMoments, config: EstimateConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Value, baseline and quantiles in raw units."""
-    value = scale.denormalise(critic.value.mean(found.value))
+    value = scale.denormalise(critic.value.mean(output.value))
     head = critic.distribution
-    if head is None or found.distribution is None:
+    if head is None or output.distribution is None:
         return value, value, None
-    quantiles = scale.denormalise(head.quantiles(found.distribution, config.quantiles))
+    quantiles = scale.denormalise(head.quantiles(output.distribution, config.quantiles))
     if config.baseline == "scalar":
         return value, value, quantiles
-    return value, scale.denormalise(head.mean(found.distribution)), quantiles
+    return value, scale.denormalise(head.mean(output.distribution)), quantiles
 
 
 def _next(rows: Tensor, final: Tensor, final_rows: list[int]) -> Tensor:

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
+from tailguard.algorithm.learner_state import GeneratorState, Stateful
 from tailguard.algorithm.recording import IterationRecorder
-from tailguard.algorithm.risk import RiskBudget
+from tailguard.algorithm.risk_budget import RiskBudget
 from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
 from tailguard.algorithm.runtime import detached
-from tailguard.algorithm.state import GeneratorState, Stateful
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
-from tailguard.monitor.summary import html_table, one_line
+from tailguard.monitor.object_repr import html_table, one_line
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig

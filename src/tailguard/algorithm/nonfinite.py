@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.learner_state import LearnerState
 from tailguard.algorithm.rollout import MEASURED, Rollout
-from tailguard.algorithm.state import LearnerState
 from tailguard.algorithm.update import MinibatchLoss
 from tailguard.errors import TailguardError
 from tailguard.models.policy import ActorCritic

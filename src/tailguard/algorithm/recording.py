@@ -10,7 +10,7 @@ from torch import Tensor
 from tailguard.algorithm.iteration_metrics import Snapshot, iteration_metrics
 from tailguard.algorithm.nonfinite import finite_inputs, not_finite_in_graph
 from tailguard.monitor.device_metrics import DeviceMetrics
-from tailguard.monitor.episodes import EpisodeTracker
+from tailguard.monitor.episode_metrics import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
-from tailguard.flags import may_hold_any
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
 

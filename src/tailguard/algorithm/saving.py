@@ -14,10 +14,10 @@ from torch import Tensor
 from tailguard._version import __version__
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.learner_state import LearnerState
 from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import RolloutState
-from tailguard.algorithm.state import LearnerState
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs, as_vector_env, policy_inputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec

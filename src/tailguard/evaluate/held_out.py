@@ -17,7 +17,7 @@ from torch import Tensor
 from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
-from tailguard.evaluate.backtest import Agent
+from tailguard.evaluate.backtest import BacktestAgent
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskMeasure
 
@@ -55,7 +55,7 @@ class HeldOutEpisodes:
         return max(1, math.ceil(self.task.episode_length / self.stride))
 
     @torch.no_grad()
-    def trade(self, agent: Agent, measure: RiskMeasure = "episode") -> Outcomes:
+    def trade(self, agent: BacktestAgent, measure: RiskMeasure = "episode") -> Outcomes:
         """Trade every episode with the agent's deterministic policy."""
         task, count = self.task, len(self.starts)
         device = task.features.device

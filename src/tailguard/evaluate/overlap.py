@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from tailguard.config import RunConfig
-from tailguard.envs.mapped_market import PreparedMarket
+from tailguard.envs.prepared_market import PreparedMarket
 from tailguard.errors import TailguardError
 from tailguard.evaluate.formatting import percent
 from tailguard.experiment.build import load_market, split_market

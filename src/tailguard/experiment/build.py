@@ -14,7 +14,7 @@ from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
-from tailguard.envs.mapped_market import (
+from tailguard.envs.prepared_market import (
     MappedBars,
     PreparedMarket,
     check_same_setting,
@@ -36,7 +36,7 @@ BOUND = (
 
 
 @dataclass(frozen=True)
-class Market:
+class MarketData:
     """The bars that the settings name."""
 
     bars: Bars | PreparedMarket
@@ -58,7 +58,7 @@ class Experiment:
     """What the settings of a run make, before any training."""
 
     config: RunConfig
-    market: Market
+    market: MarketData
     """All bars, before they are split."""
     split: Split | PreparedMarket
     env: TradingEnv
@@ -77,17 +77,17 @@ def build(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) 
     return Experiment(config, market, split, trading_env(learner), learner)
 
 
-def load_market(config: RunConfig) -> Market:
+def load_market(config: RunConfig) -> MarketData:
     """The bars that the settings name, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
         check_synthetic(config)
         synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
-        return Market(synthetic.bars, synthetic)
+        return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
-        return Market(open_market(data.path))
+        return MarketData(open_market(data.path))
     bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return Market(bars.select(*data.symbols) if data.symbols else bars)
+    return MarketData(bars.select(*data.symbols) if data.symbols else bars)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:

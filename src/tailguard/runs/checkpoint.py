@@ -24,7 +24,7 @@ from tailguard._version import __version__
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import PARTS, capture, describe, restore
 from tailguard.data.prepare import PreparedBars
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
 from tailguard.experiment.layout import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailguard.bench.training import EPISODE
+from tailguard.bench.own_learner import EPISODE
 from tailguard.envs.trading import TradingEnv
 from tailguard.market import Market, open_accounts, step
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tailguard.algorithm.calibration import PredictedReturns
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.learner_state import Stateful
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
-from tailguard.algorithm.state import Stateful
 from tailguard.envs.adapt import episode_length_of
 from tailguard.errors import ConfigError
 from tailguard.monitor.health import FEW_TAIL_OUTCOMES
