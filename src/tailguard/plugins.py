@@ -174,7 +174,7 @@ def _run_file(plugin: Plugin, source: bytes) -> None:
 
 
 def _place(plugin: Plugin, error: BaseException) -> str:
-    """The plugin's file and the last of its lines that was running."""
+    """The plugin's file and the line in it that failed."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path == plugin.path or plugin.path in path.parents:

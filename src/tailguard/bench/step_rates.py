@@ -28,7 +28,7 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Rate:
-    """What stepping cost."""
+    """CPU time of stepping."""
 
     name: str
     environments: int

@@ -32,12 +32,12 @@ MOST_EPISODES = 2048
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What an agent made of episodes, in the order of their starts."""
+    """An agent's results over episodes, in the order of their starts."""
 
     growth: Tensor
     """Log-growth net of costs, [n] float64."""
     measured: Tensor
-    """What a budget's measure looks at: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
+    """The budget's measure: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
 
 
 class HeldOutEpisodes:

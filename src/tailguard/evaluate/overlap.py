@@ -1,4 +1,4 @@
-"""Bars that an agent has seen in training or validation: results on them are no evidence of skill."""
+"""Overlap with bars that an agent has seen in training or validation: results on them are no evidence of skill."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ BOUND = (
 
 @dataclass(frozen=True)
 class MarketData:
-    """The bars that the settings name."""
+    """The bars that the settings name, and their generator if they are synthetic."""
 
     bars: Bars | PreparedMarket
     """In memory, or prepared on disk."""
     synthetic: SyntheticMarket | None = None
-    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+    """The generator of the bars, which knows the optimal policy; none for bars from a file."""
 
     def describe(self) -> str:
         """Symbols, period and source in a line."""
@@ -55,7 +55,7 @@ class MarketData:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the settings of a run make, before any training."""
+    """Everything built from a run's settings, before any training."""
 
     config: RunConfig
     market: MarketData
@@ -99,7 +99,7 @@ def load_bars_in_memory(config: RunConfig) -> Bars:
 
 
 def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
-    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    """Training, validation and test bars by the settings; a prepared market is already split."""
     if isinstance(bars, PreparedMarket):
         for name, value in bound_settings(config).items():
             check_same_setting(bars.folder, name, bars.settings.get(name), value)

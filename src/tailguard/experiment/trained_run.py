@@ -30,7 +30,7 @@ SplitPart = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run's folder holds, and what it was made from."""
+    """The contents of a run's folder, and the market it was trained on."""
 
     folder: Path
     config: RunConfig

@@ -1,4 +1,4 @@
-"""The agent of a run: one learner, or several that each leave out a fold, calibrated on what they have not seen."""
+"""The agent of a run: one learner, or several that each leave out a fold, calibrated on held-out bars."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def train_members(
 def _result(
     members: Sequence[Member], validation: Validation | None, config: RunConfig, console: Console
 ) -> Learner | Ensemble:
-    """The learners as one agent, at an exposure that keeps the limit on what they have not seen."""
+    """The learners as one agent, at an exposure that keeps the limit on held-out bars."""
     agents, risk = [member.agent for member in members], config.risk
     if risk.limit is None or risk.confidence == 0:
         return agents[0] if len(agents) == 1 else Ensemble(agents)
