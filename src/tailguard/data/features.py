@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Accounts, Bars
 from tailguard.data.indicators import ratio
+from tailguard.data.panel import FeatureTable
 from tailguard.data.registry import FEATURES, Feature, FeatureError, feature, find_features
-from tailguard.data.table import FeatureTable
 from tailguard.errors import ConfigError
 
 __all__ = [

@@ -11,9 +11,9 @@ from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, with_interval
 from tailguard.evaluate.report import charts, record_tables
+from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.page import Page, escape, prose
-from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
 
