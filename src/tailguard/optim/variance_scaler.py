@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from tailguard.deprecated import renamed_method
 from tailguard.errors import ConfigError
 from tailguard.optim.upgd import UPGD, AdaptiveUPGD
 from tailguard.optim.utility import bias_correction
@@ -225,6 +226,8 @@ class VarianceGradientScaler:
             "vgs/signal": torch.where(self._present, self._signal, 0.0).sum(),
             "vgs/scale": self.get_scaling_factor().mean(),
         }
+
+    figures = renamed_method("figures", "metrics")
 
     @torch.no_grad()
     def rescale(self, parameter: Tensor, factor: Tensor) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tailguard.deprecated import renamed_method
 from tailguard.risk.config import TAIL_EPISODES, RiskConfig
 from tailguard.risk.cvar import cvar_from_samples, var_from_samples
 
@@ -228,6 +229,8 @@ class CVaRConstraint:
                 "risk/at_cap": (self.multiplier >= self.config.lambda_max).double(),
             }
         return metrics
+
+    figures = renamed_method("figures", "metrics")
 
     def _state(self) -> dict[str, Tensor]:
         return {
