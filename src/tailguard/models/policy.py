@@ -139,7 +139,7 @@ class Trunk(nn.Module):
 
 
 class ReturnCritic(nn.Module):
-    """A scalar value, and beside it the distribution of the return, on the same features. Both in normalised units."""
+    """A scalar value and the distribution of the return, on the same features. Both in normalised units."""
 
     def __init__(self, feature_size: int, config: NetworkConfig) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def save_result(agent: Learner | Ensemble, run: RunFolder, again: str) -> None:
 
 
 def disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, again: str) -> RunError:
-    """What a full or read-only disk means for a run: what is intact, and how to go on.
+    """What a full or read-only disk means for a run: what is intact, and how to resume.
 
     `store`: checkpoints of the agent that was being trained; None where all of them have been trained.
     """
@@ -219,7 +219,7 @@ def _choose(
         try:
             store.restore(agent, best)
         except CheckpointError as error:
-            way = f"Remove {run.checkpoint_path(best)} to take the next best, and go on with: {again}"
+            way = f"Remove {run.checkpoint_path(best)} to take the next best, then resume: {again}"
             raise CheckpointError(f"{error}. It is the best one on validation. {way}") from error
     limit = None if agent.risk is None else agent.risk.config.limit
     words = "the last one is the best" if best == last else "best"
