@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
-from tailguard.market.costs import Fill, Holding, Moment, charge, over_assets, total
+from tailguard.market.costs import ChargedAt, Fill, Holding, charge, over_assets, total
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Bar, Market, Rates
 
@@ -163,7 +163,7 @@ def _with_forced_closes(
         market,
     )
     # A position closed at the open never trades; one closed inside the bar is gone when funding is due.
-    skipped: dict[Moment, Tensor] = {"order": at_open, "close": before_close}
+    skipped: dict[ChargedAt, Tensor] = {"order": at_open, "close": before_close}
     paid = {
         cost.kind: torch.where(skip, nothing, booked.costs[cost.kind])
         for moment, skip in skipped.items()

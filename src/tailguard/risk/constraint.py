@@ -59,11 +59,11 @@ def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
     # shrinks, a growing integral would only delay the way down.
     at_cap = kp * error + dual.integral >= config.lambda_max
     shrinking = (error > INTEGRATION_ZONE) & (violation < FALLING * dual.trend)
-    gathers = ~(at_cap | shrinking) | (error < 0)
+    integrates = ~(at_cap | shrinking) | (error < 0)
     # Geometric while far from the limit: by Ki = 0.02 alone, a multiplier of 10 would take 500 rollouts.
     growth = WINDUP * torch.where(error > INTEGRATION_ZONE, dual.integral * error, 0.0)
     moved = (dual.integral + ki * error + growth).clamp(0.0, config.lambda_max)
-    integral = torch.where(gathers, moved, dual.integral)
+    integral = torch.where(integrates, moved, dual.integral)
     trend = TREND_MEMORY * dual.trend + (1 - TREND_MEMORY) * violation
     return Dual((kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)
 
