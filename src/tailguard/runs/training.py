@@ -62,9 +62,9 @@ def train_learner(
         store.clean()
         if resume:
             _resume_from_checkpoint(agent, store, run, console, ask, again)
-        with _one_message():
+        with _report_once():
             _learn(agent, config, run, store, validation, console, again, verbose)
-        _say_tail(agent, console)
+        _print_tail(agent, console)
         _choose(agent, config, run, store, validation, console, again)
     except OSError as error:
         raise disk_error(error, run, store, again) from error
@@ -94,15 +94,15 @@ def disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, ag
 
 
 @contextlib.contextmanager
-def _one_message() -> Iterator[None]:
+def _report_once() -> Iterator[None]:
     """Report a full disk only once: the thread that writes the curves would also print a traceback."""
     usual = threading.excepthook
 
-    def told_by_the_run(failure: threading.ExceptHookArgs) -> None:
+    def ignore_disk_error(failure: threading.ExceptHookArgs) -> None:
         if not issubclass(failure.exc_type, OSError):
             usual(failure)
 
-    threading.excepthook = told_by_the_run
+    threading.excepthook = ignore_disk_error
     try:
         yield
     finally:
@@ -186,7 +186,7 @@ def _learn(
         say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
 
 
-def _say_tail(agent: Learner, console: Console) -> None:
+def _print_tail(agent: Learner, console: Console) -> None:
     """Whether the limit was kept in training, by the last realised episodes."""
     if agent.risk is None or agent.risk.config.limit is None or not bool(agent.risk.constraint.ready):
         return
