@@ -92,8 +92,8 @@ def _check(need: Need, device: str) -> None:
     free = free_memory(device)
     if need.size > free:
         raise ConfigError(
-            f"{need.settings}: {need.what} takes at least {format_bytes(need.size)} of memory, and {format_bytes(free)} "
-            f"are free ({device}). {need.way_out}."
+            f"{need.settings}: {need.what} takes at least {format_bytes(need.size)} of memory, and "
+            f"{format_bytes(free)} are free ({device}). {need.way_out}."
         )
 
 
