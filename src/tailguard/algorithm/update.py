@@ -21,7 +21,7 @@ from tailguard.algorithm.losses import (
 )
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.scale import old_distribution
-from tailguard.algorithm.value_losses import CriticLoss, critic_loss
+from tailguard.models.critics import CriticLoss
 from tailguard.models.policy import ActorCritic, CriticOutput, PolicyOutput, PolicyState
 from tailguard.returns import RunningMoments
 
@@ -284,21 +284,15 @@ def critic_losses(
     """Each critic against its own old output."""
     values: list[CriticLoss] = []
     distributions: list[CriticLoss] = []
+    settings = config.critic_loss
     for critic, found, old_value, old_spread in zip(
         policy.each_critic(), outputs, batch.old_values, batch.old_distributions, strict=True
     ):
-        values.append(critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip))
+        values.append(critic.value.clipped_loss(found.value, batch.value_targets, old_value, settings))
         if critic.distribution is not None and found.distribution is not None:
             assert batch.distribution_targets is not None  # a distributional critic always comes with targets
             distributions.append(
-                critic_loss(
-                    critic.distribution,
-                    found.distribution,
-                    batch.distribution_targets,
-                    old_spread,
-                    config.clip,
-                    config.huber_kappa,
-                )
+                critic.distribution.clipped_loss(found.distribution, batch.distribution_targets, old_spread, settings)
             )
     return CriticLosses(values, distributions)
 
