@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from tailguard.algorithm.estimate import Baseline, DistributionTarget, EstimateConfig
+from tailguard.algorithm.loss_terms import LOSS_TERMS
 from tailguard.algorithm.runtime import RuntimeKind
 from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
 from tailguard.errors import ConfigError
@@ -80,6 +81,9 @@ class LearnerConfig:
     """Weight of the entropy bonus, a schedule; 0 to 0.05."""
     max_grad_norm: float = 0.5
     """Gradient norm is clipped to this; 0 or less is off."""
+    loss_terms: dict[str, float | str] = field(default_factory=dict, hash=False)
+    """Further terms of the loss, registered with tailguard.algorithm.loss_terms.register_loss_term, by name: the
+    coefficient of each, a schedule."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Non-finite numbers: stop the run and name them, or skip and count them. A non-finite log-ratio, loss or gradient
     skips its minibatch; a reward, observation, measured outcome or estimate its rollout."""
@@ -105,6 +109,19 @@ class LearnerConfig:
         self._check_ranges()
         self._check_optimizer()
         self._check_critic()
+        self._check_loss_terms()
+
+    def _check_loss_terms(self) -> None:
+        setting = f"{self.section}.loss_terms"
+        for name, coefficient in self.loss_terms.items():
+            check_registered(setting, name, LOSS_TERMS, "tailguard.algorithm.loss_terms.register_loss_term")
+            learners = LOSS_TERMS[name].learners
+            if self.section not in learners:
+                raise ConfigError(
+                    f"{setting}: {name} is a term for {' and '.join(learners)}, not for {self.section}; set learner to "
+                    f"{learners[0]}, or remove it"
+                )
+            _check_schedule(f"{setting}.{name}", coefficient)
 
     def _check_critic(self) -> None:
         section, name, kind = self.section, self.network.critic, self.network.critic_kind

@@ -245,6 +245,12 @@ class ActorCritic(nn.Module):
         features, state = self._trunk(0).step(obs, state, episode_start)
         return self.action_head(features), state
 
+    def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
+        """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""
+        features, _ = self._trunk(0).sequence(obs, state[0], episode_start)
+        dist_params: Tensor = self.action_head(features)
+        return dist_params
+
     def forward(
         self, obs: Tensor, state: PolicyState, episode_start: Tensor, inner_resets: bool | None = None
     ) -> PolicyOutput:
