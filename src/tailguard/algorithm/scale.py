@@ -30,7 +30,8 @@ def move_return_scale(
         for head in critic.heads:
             head.rescale(change)
             for parameter in (parameter for layer in head.return_layers() for parameter in layer.parameters()):
-                rescale_moments(optimizer.state[parameter], change.old_std, change.new_std, head.loss_degree, powers)
+                known = optimizer.state.get(parameter, {})
+                rescale_moments(known, change.old_std, change.new_std, head.loss_degree, powers)
                 if scaler is not None:
                     scaler.rescale(parameter, ratio ** (head.loss_degree - 1))
 
@@ -73,7 +74,7 @@ def reset_support(
         if drift is None or float(drift) <= SUPPORT_DRIFT_LIMIT:
             continue
         for parameter in head.reset_support(spread):
-            for value in optimizer.state[parameter].values():
+            for value in optimizer.state.get(parameter, {}).values():
                 value.zero_()
             if scaler is not None:
                 scaler.forget(parameter)
