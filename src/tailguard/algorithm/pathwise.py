@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import CriticView
+from tailguard.algorithm.estimate import CriticView, Estimates, final_values
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import policy_penalty
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import make_batch
+from tailguard.algorithm.update import Batch, make_batch
 from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.models.critics import combine_values
 from tailguard.risk.config import RiskConfig
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class PathwiseLearner(Learner):
         self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
+        self.set_coefficients()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         self.updates.begin()
@@ -131,15 +132,23 @@ class PathwiseLearner(Learner):
             return _Window(rollout, Prepared(estimates, None, {}), usable)
         objective, metrics = self._objective(traced, views, final_obs)
         # In units of the return's scale, so that gradient clip and entropy weight mean the same in every market.
-        metrics |= self._step(objective / self.return_moments.std.float(), traced, noise)
+        objective = objective / self.return_moments.std.float()
+        if self.weighted_terms:
+            batch = self._batch(rollout, estimates)
+            penalty, of_terms = policy_penalty(
+                self.weighted_terms, self.policy, rollout, estimates, batch, self.state.progress
+            )
+            objective, metrics = objective - penalty, metrics | of_terms
+        metrics |= self._step(objective, traced, noise)
         if self.risk is not None:
             metrics |= self.risk.metrics(rollout, estimates)
         # After the policy's step, whose objective is in the old units.
         metrics |= self.targets.rescale(rollout, estimates)
-        batch = None
-        if self.has_critics:
-            batch = make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, metrics), usable)
+        targets = self._batch(rollout, estimates) if self.has_critics else None
+        return _Window(rollout, Prepared(estimates, targets, metrics), usable)
+
+    def _batch(self, rollout: Rollout, estimates: Estimates) -> Batch:
+        return make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
 
     def _noise(self) -> Tensor:
         """Noise of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
@@ -164,9 +173,7 @@ class PathwiseLearner(Learner):
             rows = list(rollout.final_rows)
             # An episode cut by time keeps its value; a liquidated account has none.
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
-            value = views[0].final_baseline
-            if len(views) == 2:
-                value = combine_values(value, views[1].final_baseline, self.config.twin_mode)
+            value = final_values(views, self.config.twin_mode)
             # The critic is a constant function to the policy: its slope in the account's state, and nothing else.
             (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
             to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]

@@ -1,10 +1,12 @@
 """The command line application, its groups of commands, and its entry point.
 
-A command is a function registered on `app`, or on a group such as `data`, in a module of this package.
+A command is a function registered on `app`, or on a group such as `data`, in a module of this package or in a plugin
+that `tailguard --plugin FILE` names.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Annotated
 
@@ -37,8 +39,33 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _load_plugins(context: typer.Context, names: list[str] | None) -> list[str] | None:
+    """Run plugins before the command is looked up, so that it can be one of theirs."""
+    if names and not context.resilient_parsing:  # completion in a shell must not run code
+        from tailguard.plugins import load_plugins
+
+        # Built-in features come first, or the name clash of a plugin would be found in their module and not in its own.
+        importlib.import_module("tailguard.data.features")
+        load_plugins(names)
+        whole, group = typer.main.get_command(app), context.command
+        if isinstance(whole, typer.core.TyperGroup) and isinstance(group, typer.core.TyperGroup):
+            group.commands.update(whole.commands)
+    return names
+
+
 @app.callback()
 def _root(
+    plugins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plugin",
+            metavar="NAME",
+            callback=_load_plugins,
+            is_eager=True,
+            help="Module or Python file with commands of your own; it runs code. A run names its parts in the setting "
+            "plugins.",
+        ),
+    ] = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,

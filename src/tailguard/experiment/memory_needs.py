@@ -55,9 +55,9 @@ def check_synthetic(config: RunConfig) -> None:
 def network_need(config: RunConfig, env: TradingEnv) -> Need:
     """Weights, gradients and the optimiser's two moments."""
     network = config.chosen.network
-    spread = {"quantile": f", quantiles={network.quantiles}", "categorical": f", atoms={network.atoms}"}
-    sizes = f"hidden={list(network.hidden)}, lstm_size={network.lstm_size}{spread.get(network.critic, '')}"
-    sizes = f"{config.learner}.network: {sizes}"
+    sizes = f"{config.learner}.network: hidden={list(network.hidden)}, lstm_size={network.lstm_size}"
+    if network.critic_kind.size_setting is not None:
+        sizes += f", {network.critic_kind.size_setting}={network.critic_kind.outputs(network)}"
     try:
         with torch.device("meta"):  # shapes without memory
             outline = ActorCritic(env.observation_size, env.action_space, network)
@@ -99,5 +99,4 @@ def _check(need: Need, device: str) -> None:
 
 def _critics(network: NetworkConfig) -> int:
     """Outputs of the critics per step."""
-    spread = {"quantile": network.quantiles, "categorical": network.atoms, "scalar": 1}[network.critic]
-    return spread * (2 if network.twin_critics else 1)
+    return network.critic_kind.outputs(network) * (2 if network.twin_critics else 1)
