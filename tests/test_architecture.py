@@ -13,8 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "deprecated", "errors", "flags", "memory", "places", "plugins"),
-    ("sealed", "shuffle", "validate"),
+    ("_version", "console", "deprecated", "device_ops", "errors", "memory_limits", "places", "plugins"),
+    ("sealed", "validate"),
     ("data",),
     ("market",),
     ("envs",),
@@ -371,3 +371,26 @@ def test_nothing_refers_to_documents_outside_the_repository() -> None:
         for match in ELSEWHERE.finditer(line)
     ]
     assert not found
+
+
+SAME_IN_EVERY_ROOM = {"config", "registry"}
+"""Names of modules that mean the same wherever they stand: a room's settings, a room's table of parts."""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_two_modules_have_one_name_but_for_the_commands_of_a_room() -> None:
+    """`cli/data.py` holds the commands of `data/`, and so on; everything else can be named without its folder."""
+    places: dict[str, list[str]] = {}
+    for module in module_names():
+        if not module.startswith("cli."):
+            places.setdefault(module.rpartition(".")[2], []).append(module)
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert twice.keys() <= SAME_IN_EVERY_ROOM, twice

@@ -1,7 +1,7 @@
 """The metrics of an iteration. A new one is one line in one of the tables below, or a function under `@metric`.
 
-Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
-waiting; the learner reads all metrics together, once.
+Everything is computed on the device from tensors that the iteration already holds, with fixed shapes and without a host
+sync; the learner reads all metrics together, once.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import typer
 from tailguard._version import __version__
 from tailguard.console import steady_output
 from tailguard.errors import RunError, TailguardError
-from tailguard.memory import told_when_out_of_memory
+from tailguard.memory_limits import explain_out_of_memory
 
 app = typer.Typer(
     name="tailguard",
@@ -77,7 +77,7 @@ def main() -> None:
     """Entry point: a user error gives one message and exit status 2, never a traceback."""
     with steady_output():
         try:
-            with told_when_out_of_memory(
+            with explain_out_of_memory(
                 "Reduce env.num_envs, ppo.n_steps, ppo.minibatch_size or the network; for bars that do not fit, train "
                 "from disk: tailguard data prepare"
             ):

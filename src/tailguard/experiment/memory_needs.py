@@ -10,7 +10,7 @@ import torch
 from tailguard.config import RunConfig
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 from tailguard.models.policy import ActorCritic
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _check(need: Need, device: str) -> None:
     free = free_memory(device)
     if need.size > free:
         raise ConfigError(
-            f"{need.settings}: {need.what} takes at least {in_words(need.size)} of memory, and {in_words(free)} are "
-            f"free ({device}). {need.way_out}."
+            f"{need.settings}: {need.what} takes at least {format_bytes(need.size)} of memory, and "
+            f"{format_bytes(free)} are free ({device}). {need.way_out}."
         )
 
 

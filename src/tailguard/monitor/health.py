@@ -125,7 +125,7 @@ def memorised(metrics: Metrics) -> str | None:
         return None
     return (
         f"log-growth is {growth + gap:+.1f} a year on the training bars and {growth:+.1f} on validation bars: the "
-        "agent knows its training bars by heart."
+        "agent has memorised its training bars."
     )
 
 

@@ -89,7 +89,7 @@ class RunningMoments:
 
     def __init__(self, shape: Sequence[int] = (), decay: float = 1.0, device: torch.device | str | None = None) -> None:
         if not 0.0 < decay <= 1.0:
-            raise ConfigError(f"decay {decay} of running statistics is outside (0, 1]; 1 remembers everything")
+            raise ConfigError(f"decay {decay} of running statistics is outside (0, 1]; 1 counts all batches equally")
         self.decay = decay
         self.mean = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
         self.squares = torch.zeros_like(self.mean)
@@ -126,11 +126,15 @@ class RunningMoments:
         batch_count = batch_count.reshape(())
 
         first = self.count == 0.0
+        # The past loses weight once per update, whatever the size of the batch.
         old_count = self.decay * self.count
         total = old_count + batch_count
         batch_share = batch_count / torch.where(total > 0.0, total, 1.0)
+        # The pooled sum of squares is both sums plus gap²·n₁n₂/n. Unlike E[x²] − E[x]² it does not cancel at a large
+        # mean.
         gap = batch_mean - self.mean
         old_mean, old_std = self.mean.clone(), self.std.clone()
+        # In place: recorded graphs hold these tensors.
         self.mean.add_(gap * batch_share)
         self.squares.mul_(self.decay).add_(batch_squares).add_(gap.square() * old_count * batch_share)
         self.count.copy_(total)
@@ -174,6 +178,7 @@ class RunningMoments:
 
     def _refresh_std(self) -> None:
         std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
+        # A constant entry keeps std 1: dividing by a rounding error would turn noise into a signal.
         self.std.copy_(torch.where(self.varies, std, 1.0))
 
 
@@ -209,6 +214,7 @@ def normalise_advantages(
         raise ConfigError(f"advantage normalisation {mode!r} is unknown; use 'global', 'per_env' or 'off'")
 
     std = (squares / (count - 1.0).clamp_min(1.0)).sqrt()
+    # The threshold is relative to the advantages' own size, so that the unit of rewards does not matter.
     rms = (mean.square() + squares / count.clamp_min(1.0)).sqrt()
     enough = count >= 2.0
     degenerate = enough & (std <= 1e-6 * (mean.abs() + rms) + 1e-12)
@@ -229,6 +235,7 @@ def popart_rescale(
 
     weight: [Q, H]; bias: [Q]; the statistics: 0-dim tensors
     """
+    # In float64, rounded once: this happens at every rollout, and errors would add up over thousands.
     weight.copy_(weight.double() * (old_std / new_std))
     bias.copy_((bias.double() * old_std + (old_mean - new_mean)) / new_std)
 
