@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,14 @@ from scipy.stats import norm
 from torch import Tensor
 
 import tailguard as tg
-from tailguard import plugins
 from tailguard.algorithm.config import PathwiseConfig, PPOConfig
-from tailguard.algorithm.iteration_metrics import ITERATION
 from tailguard.algorithm.loss_terms import LOSS_TERMS, check_names, register_loss_term
 from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.update import make_batch, minibatch_loss
-from tailguard.cli import app, main
+from tailguard.cli import main
 from tailguard.config import load_config
-from tailguard.data.features import FEATURES
 from tailguard.envs.protocol import Box, Step
 from tailguard.errors import ConfigError
-from tailguard.evaluate.baselines import BASELINES
-from tailguard.market.costs import COSTS
 from tailguard.models.critics import (
     CRITICS,
     DistributionalCritic,
@@ -45,9 +39,6 @@ from tailguard.optim import OPTIMIZERS, OptimizerKind, register_optimizer
 from tailguard.returns import GRADIENT, MomentsChange, RunningMoments
 
 PARTS = Path(__file__).with_name("own_parts.py")
-TABLES: tuple[dict[Any, Any], ...] = (
-    FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES, plugins._LOADED,
-)  # fmt: skip
 RATE, DUTY, COEFFICIENT = 0.002, 0.002, 0.5
 LEARNER = {
     "n_steps": 16,
@@ -67,20 +58,8 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tables() -> Iterator[None]:
-    """What is registered in this process is forgotten afterwards."""
-    before = [dict(table) for table in TABLES]
-    commands = list(app.registered_commands)
-    yield
-    for table, content in zip(TABLES, before, strict=True):
-        table.clear()
-        table.update(content)
-    app.registered_commands[:] = commands
-
-
 @pytest.fixture(scope="module")
-def home(tables: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+def home(own_tables: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """A folder with the plugin, which this process has loaded as the command line does."""
     folder = tmp_path_factory.mktemp("home")
     shutil.copy(PARTS, folder)
