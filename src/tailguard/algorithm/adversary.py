@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.ppo import DistributionalPPO
-from tailguard.algorithm.rollout import Rollout
+from tailguard.algorithm.rollout import Rollout, RolloutState
 from tailguard.envs.adapt import as_vector_env
 from tailguard.errors import ConfigError
 from tailguard.models.memory import MemoryState
@@ -22,6 +22,9 @@ from tailguard.robust.config import AdversaryActs
 
 ADVERSARY = PPOConfig()
 """Settings of an adversary where none are given."""
+PARTS = ("agent", "optimizer", "observations", "returns", "episodes")
+COUNTERS = ("num_timesteps", "iteration", "kl_coef")
+"""What an adversary is saved with, beside its random stream and its memories."""
 
 
 def train_adversary(
@@ -137,24 +140,31 @@ class Alternation:
         if not self.turns:
             return {}
         parts, state = self.learner.parts(), self.learner.state
-        saved: dict[str, Any] = {name: parts[name].state_dict() for name in ("agent", "optimizer", "observations")}
-        saved |= {"returns": parts["returns"].state_dict(), "generator": self.learner.generator.get_state()}
-        saved |= {"memory": list(self.memory), "turns": self.turns, "iteration": state.iteration}
-        saved["num_timesteps"] = state.num_timesteps
-        assert state.rollout_state is not None
-        saved["memories"] = [list(trunk) for trunk in state.rollout_state.state]
-        return saved
+        assert state.rollout_state is not None  # it has acted in its turns
+        return {
+            **{name: parts[name].state_dict() for name in PARTS},
+            "generator": self.learner.generator.get_state(),
+            "memory": [part.clone() for part in self.memory],
+            "critics": [[part.clone() for part in trunk] for trunk in state.rollout_state.state[1:]],
+            **{name: getattr(state, name) for name in COUNTERS},
+            "turns": self.turns,
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         if not saved:
             return
         parts, state = self.learner.parts(), self.learner.state
-        for name in ("agent", "optimizer", "observations", "returns"):
+        for name in PARTS:
             parts[name].load_state_dict(saved[name])
         self.learner.generator.set_state(saved["generator"].cpu())
-        self.memory, self.turns = tuple(saved["memory"]), saved["turns"]
-        state.iteration, state.num_timesteps = saved["iteration"], saved["num_timesteps"]
+        device = self.agent.device
+        self.memory, self.turns = tuple(part.to(device) for part in saved["memory"]), saved["turns"]
+        critics = tuple(tuple(part.to(device) for part in trunk) for trunk in saved["critics"])
+        nothing = torch.zeros(0, device=device)  # the next turn begins where the agent stands
+        state.rollout_state = RolloutState(nothing, nothing, (self.memory, *critics))
+        for name in COUNTERS:
+            setattr(state, name, saved[name])
 
 
 def adversary_config(config: PPOConfig) -> PPOConfig:
