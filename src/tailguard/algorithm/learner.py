@@ -21,12 +21,9 @@ from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
-from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
-from tailguard.robust.attacks import attackable
-from tailguard.robust.config import RobustConfig
-from tailguard.robust.smoothness import Smoothness
+from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -163,7 +160,7 @@ class Learner(Agent):
         `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
             steps is left to it.
         """
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+        with self.context.matmul_precision():
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()

@@ -35,11 +35,11 @@ from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.risk.config import RiskConfig
-from tailguard.robust.config import RobustConfig
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 SATURATED = 0.99
 """A squashed action this near to its bound has almost no gradient."""
