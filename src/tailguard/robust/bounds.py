@@ -4,7 +4,7 @@ Attacks show that a decision can be moved at least so far; intervals show that i
 The memory is known exactly, so that the intervals begin with the observation of the current bar and pass the encoder,
 the cell of the LSTM and the last layer once. Two bounds are taken, and the smaller holds:
 
-- Bounds bound propagation (Gowal et al. 2018): every layer maps the box of its possible inputs to a box that holds
+- Interval bound propagation (Gowal et al. 2018): every layer maps the box of its possible inputs to a box that holds
   all its outputs. It forgets that the inputs of a layer move together, and is several times too large.
 - The mean value form: an action moves by at most ε times the l1 norm of its gradient, the largest in the box. The box
   of each layer bounds its slopes, and the chain rule in intervals bounds the gradient. It is exact for small ε.
