@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("returns",),
     ("risk",),
     ("optim",),
+    ("robust",),
     ("monitor",),
     ("algorithm",),
     ("config",),
@@ -33,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__init__",),
 )
 """Data flows this way: a module imports its own layer and the layers above this line. A name covers its submodules."""
-CORE = ("market", "envs", "models", "returns", "risk", "optim", "algorithm")
+CORE = ("market", "envs", "models", "returns", "risk", "optim", "robust", "algorithm")
 EDGES = {
     "envs.gym": "gymnasium",
     "envs.gym_spaces": "gymnasium",
