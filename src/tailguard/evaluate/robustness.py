@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
 from tailguard.evaluate.budget import Budget, BudgetCheck, check_budget
 from tailguard.evaluate.trades import FLAT
 from tailguard.experiment.feed import seen_bars
+from tailguard.robust.attacked_policy import AttackableAgent, AttackedPolicy
+from tailguard.robust.attacks import Attack, AttackKind, Norm
 from tailguard.robust.feed import KINDS, Feed, parse_feed, price_error_bp
 
 if TYPE_CHECKING:
@@ -97,6 +100,23 @@ def feed_disturbances(texts: Sequence[str]) -> list[Disturbance]:
     """Of these feeds; `all` stands for one of every kind."""
     named = [text for given in texts for text in (EVERY_FAULT if given == "all" else (given,))]
     return [Disturbance(str(feed), feed) for feed in map(parse_feed, dict.fromkeys(named))]
+
+
+def attack_disturbances(
+    agent: AttackableAgent,
+    kinds: Sequence[AttackKind],
+    epsilons: Sequence[float],
+    *,
+    norm: Norm = "linf",
+    steps: int = 10,
+    seed: int = 0,
+) -> list[Disturbance]:
+    """Of these attacks, each at every size, in standard deviations of the features."""
+    cases = []
+    for kind, epsilon in product(dict.fromkeys(kinds), sorted(set(epsilons))):
+        attacked = AttackedPolicy(agent, Attack(kind, epsilon, norm, steps, seed=seed))
+        cases.append(Disturbance(f"{kind} ε {epsilon:g}", None, attacked, kind, epsilon))
+    return cases
 
 
 def compare_disturbed(
