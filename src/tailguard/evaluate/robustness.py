@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 Float = NDArray[np.float64]
 
 CLEAN = "clean"
-EVERY_FAULT = tuple(f"late:{bars}" for bars in (1, 2, 3)) + tuple(kind for kind in KINDS if kind != "late")
-"""One feed of every kind at its default size, and each delay."""
+ONE_OF_EACH = ("late:2", *(kind for kind in KINDS if kind != "late"))
+"""A feed of every kind at its default size."""
+EVERY_FAULT = ("late:1", "late:2", "late:3", *ONE_OF_EACH[1:])
+"""The same with every delay."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Disturbance:
 
 
 def feed_disturbances(texts: Sequence[str]) -> list[Disturbance]:
-    """Of these feeds; `all` stands for one of every kind."""
+    """Of these feeds; `all` stands for one of every kind and every delay."""
     named = [text for given in texts for text in (EVERY_FAULT if given == "all" else (given,))]
     return [Disturbance(str(feed), feed) for feed in map(parse_feed, dict.fromkeys(named))]
 
@@ -119,51 +122,51 @@ def attack_disturbances(
     return cases
 
 
-def compare_disturbed(
-    agent: Agent,
-    bars: Bars,
-    config: MarketConfig,
-    disturbances: Sequence[Disturbance],
-    budget: Budget | None = None,
-    *,
-    clean: BacktestResult | None = None,
-    delay: int = 0,
-    noise: float = 0.0,
-    before_each: Callable[[str], None] = lambda _: None,
-) -> list[Disturbed]:
-    """The clean agent first, then the agent under each disturbance. All take the same path as any backtest.
+class DisturbedBacktests:
+    """Backtests of an agent on the same bars, clean and disturbed. All take the same path as any backtest.
 
-    `clean`: the agent's own backtest on these bars, where it is known. `delay`, `noise`: as of `backtest`, for all.
-    `before_each`: called with the name of each, to show progress.
+    `clean`: the agent's own backtest on these bars, where it is known.
+    `delay`, `noise`: as of `backtest`, for all.
     """
-    parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
 
-    def trade(trader: Agent, feed: Feed | None) -> BacktestResult:
-        return pooled(
-            [
-                backtest(
-                    trader, part, config, delay=delay, noise=noise, feed=feed, progress_bar=False, warn_in_sample=False
-                )
-                for part in parts
-            ]
-        )
+    def __init__(
+        self,
+        agent: Agent,
+        bars: Bars,
+        config: MarketConfig,
+        budget: Budget | None = None,
+        *,
+        clean: BacktestResult | None = None,
+        delay: int = 0,
+        noise: float = 0.0,
+    ) -> None:
+        self.agent, self.config, self.budget, self.delay, self.noise = agent, config, budget, delay, noise
+        self.parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
+        result = self._trade(agent, None) if clean is None else clean
+        self.clean = Disturbed(CLEAN, result, self._checked(result), 0.0, 0.0, 0.0, 0.0)
 
-    if clean is None:
-        before_each(CLEAN)
-        clean = trade(agent, None)
-    found = [Disturbed(CLEAN, clean, _checked(clean, budget), 0.0, 0.0, 0.0, 0.0)]
-    for case in disturbances:
-        before_each(case.name)
-        result = trade(case.agent or agent, case.feed)
+    def under(self, case: Disturbance) -> Disturbed:
+        """The agent under one disturbance."""
+        clean, result = self.clean.result, self._trade(case.agent or self.agent, case.feed)
         change, flips = position_changes(clean, result)
-        lost = float(clean.net.mean() - result.net.mean()) * clean.bars_per_year
-        error = math.nan if case.feed is None else _price_error(parts, case.feed)
-        found.append(
-            Disturbed(
-                case.name, result, _checked(result, budget), change, flips, lost, error, case.attack, case.epsilon
-            )
+        return Disturbed(
+            name=case.name,
+            result=result,
+            budget=self._checked(result),
+            position_change=change,
+            flips=flips,
+            lost_per_year=float(clean.net.mean() - result.net.mean()) * clean.bars_per_year,
+            price_error_bp=math.nan if case.feed is None else _price_error(self.parts, case.feed),
+            attack=case.attack,
+            epsilon=case.epsilon,
         )
-    return found
+
+    def _trade(self, agent: Agent, feed: Feed | None) -> BacktestResult:
+        trade = partial(backtest, delay=self.delay, noise=self.noise, progress_bar=False, warn_in_sample=False)
+        return pooled([trade(agent, part, self.config, feed=feed) for part in self.parts])
+
+    def _checked(self, result: BacktestResult) -> BudgetCheck | None:
+        return None if self.budget is None else check_budget(result, self.budget)
 
 
 def position_changes(clean: BacktestResult, other: BacktestResult) -> tuple[float, float]:
@@ -173,10 +176,6 @@ def position_changes(clean: BacktestResult, other: BacktestResult) -> tuple[floa
     open_before = np.abs(before) > FLAT
     flipped = open_before & (np.abs(after) > FLAT) & (np.sign(before) != np.sign(after))
     return float(np.nansum(moved, axis=1).mean()), float(flipped.sum() / max(int(open_before.sum()), 1))
-
-
-def _checked(result: BacktestResult, budget: Budget | None) -> BudgetCheck | None:
-    return None if budget is None else check_budget(result, budget)
 
 
 def _price_error(parts: Sequence[Bars], feed: Feed) -> float:

@@ -12,7 +12,13 @@ from tailguard.evaluate.budget import own_budget
 from tailguard.evaluate.overlap import Overlap
 from tailguard.evaluate.report.page import Page, escape
 from tailguard.evaluate.report.robustness_charts import attack_chart, fault_chart
-from tailguard.evaluate.robustness import Disturbed, attack_disturbances, compare_disturbed, feed_disturbances
+from tailguard.evaluate.robustness import (
+    CLEAN,
+    Disturbed,
+    DisturbedBacktests,
+    attack_disturbances,
+    feed_disturbances,
+)
 from tailguard.evaluate.robustness_table import robustness_rows
 from tailguard.evaluate.stress import scaled_costs
 from tailguard.evaluate.stressed_backtest import Stress, choose_bars
@@ -164,14 +170,13 @@ def disturb_saved_run(
         kinds: list[Any] = list(asked.attacks)
         cases += attack_disturbances(chosen.agent, kinds, asked.epsilons or SWEEP, norm=asked.norm, steps=asked.steps)
     with progress() as begin:
-        found = compare_disturbed(
-            chosen.agent,
-            chosen.bars,
-            market,
-            cases,
-            own_budget(chosen.config),
-            delay=stress.delay,
-            noise=stress.noise,
-            before_each=begin,
+        begin(CLEAN)
+        budget = own_budget(chosen.config)
+        backtests = DisturbedBacktests(
+            chosen.agent, chosen.bars, market, budget, delay=stress.delay, noise=stress.noise
         )
+        found = [backtests.clean]
+        for case in cases:
+            begin(case.name)
+            found.append(backtests.under(case))
     return RobustnessOfRun(folder.resolve().name, chosen.title, tuple(found), chosen.config.market.capital, chosen.seen)
