@@ -164,7 +164,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
     robust: RobustConfig = field(default_factory=RobustConfig)
-    """Faults of the feed to train under."""
+    """Training against attacks on the observations, and under faults of the feed; off by default."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()

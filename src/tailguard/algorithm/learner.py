@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.summary import html_table, one_line
+from tailguard.robust.attacks import attackable
+from tailguard.robust.config import RobustConfig
+from tailguard.robust.smoothness import Smoothness
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -42,6 +45,8 @@ class Learner(Agent):
     """Name of the learner in a run's settings."""
     updates: Updates
     """Turns batches into optimiser steps."""
+    smooths: ClassVar[Literal["kl", "action"]]
+    """What training against attacks keeps from changing, where its settings leave the choice."""
     has_critics: bool = True
     """Whether critics learn. If not, they are not evaluated either."""
 
@@ -54,10 +59,12 @@ class Learner(Agent):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
         super().__init__(env, config, seed, device, num_envs)
+        self.robust = RobustConfig() if robust is None else robust
         self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.context = TrainingContext.build(self.policy, self._parameter_groups(), config, self.env, self.seed)
         self.state, self.runtime, self.generator = self.context.state, self.context.runtime, self.context.generator
@@ -68,6 +75,9 @@ class Learner(Agent):
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
+        self.smoothness: Smoothness | None = None
+        if self.robust.coef > 0:
+            self.smoothness = Smoothness(self.robust, self.policy, attackable(self.env), self.seed, self.smooths)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
@@ -86,6 +96,7 @@ class Learner(Agent):
         """Every random stream that an iteration draws from."""
         generators = self.context.generators()
         generators += [] if self.risk is None else [self.risk.generator]
+        generators += [] if self.smoothness is None else [self.smoothness.generator]
         return [*generators, self.env.generator] if isinstance(self.env, FunctionalEnv) else generators
 
     def parts(self) -> dict[str, Stateful]:
@@ -100,6 +111,8 @@ class Learner(Agent):
         }
         if self.risk is not None:
             parts |= {"risk": self.risk, **self.risk.episode_parts()}
+        if self.smoothness is not None:
+            parts["robust"] = self.smoothness
         return parts
 
     @property
@@ -152,6 +165,8 @@ class Learner(Agent):
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
             self.set_hyper()
+            if self.smoothness is not None:
+                self.smoothness.set_progress(self.state.progress)
             return self._iterate(on_rollout)
 
     @abstractmethod
@@ -212,13 +227,17 @@ class Learner(Agent):
         """Update the observation statistics and collect the iteration's metrics; nothing is read yet."""
         metrics: dict[str, Tensor] = prepared.metrics | {"data/memory_resets": rollout.memory_resets}
         if usable:
-            metrics |= self.updates.metrics()
+            metrics |= self.updates.metrics() | self._robust_metrics()
             if self.config.normalise_observations:
                 # Between rollouts only: statistics that moved within one would break the ratio's identity.
                 change = self.observation_moments.update(rollout.obs, rollout.valid)
                 metrics["data/observation_drift"] = change.mean_shift.max()
         snapshot = self.recorder.snapshot(rollout, prepared.estimates)
         return self.recorder.collect(snapshot, metrics, self.updates.all_finite)
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        """What the attacks of the iteration found."""
+        return {} if self.smoothness is None else self.smoothness.metrics()
 
     def _count(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 
 
 class DistributionalPPO(Learner):
@@ -34,6 +35,7 @@ class DistributionalPPO(Learner):
     `device`: where the network lives; the environment's own device by default.
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    `robust`: training against attacks on the observations.
     `extensions`: further terms of the loss.
     `verbose`: 1 prints the table of metrics while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
@@ -44,6 +46,7 @@ class DistributionalPPO(Learner):
     """
 
     kind: ClassVar[str] = "ppo"
+    smooths: ClassVar[Literal["kl", "action"]] = "kl"
     config: PPOConfig
 
     def __init__(
@@ -55,6 +58,7 @@ class DistributionalPPO(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         extensions: Sequence[LossTerm] = (),
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
@@ -71,10 +75,14 @@ class DistributionalPPO(Learner):
             device=device,
             num_envs=num_envs,
             risk=risk,
+            robust=robust,
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
         self.extensions = tuple(extensions)
+        """Terms of the loss that were given."""
+        self.terms = self.extensions if self.smoothness is None else (*self.extensions, self.smoothness)
+        """All terms beside PPO's own."""
         explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
         if not isinstance(self.policy.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
@@ -82,7 +90,7 @@ class DistributionalPPO(Learner):
         self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
         """The batch with what the extensions added, in the place where recorded minibatches find it."""
-        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.extensions)
+        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
@@ -132,9 +140,9 @@ class DistributionalPPO(Learner):
         """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""
         batch = prepared.batch
         assert batch is not None  # a rollout that can be used has one
-        for extension in self.extensions:
+        for extension in self.terms:
             batch = extension.prepare(rollout, prepared.estimates, batch, self.state.progress)
-        if self.extensions and self.runtime.recording:
+        if self.terms and self.runtime.recording:
             self.extended = batch if self.extended is None else self.runtime.copy_in_place(self.extended, batch)
             batch = self.extended
         return batch if self.policy.is_recurrent else batch.rows_as_sequences()

@@ -104,13 +104,23 @@ class Ball:
     """Of each feature, [O] or [..., O]."""
 
     @classmethod
-    def of(cls, attack: Attack, obs: Tensor, mask: Tensor | None = None, scale: Tensor | None = None) -> Ball:
-        """ε times the features' scales [O] (1 by default) where the mask [O] allows it (everywhere by default)."""
+    def of(
+        cls,
+        attack: Attack,
+        obs: Tensor,
+        mask: Tensor | None = None,
+        scale: Tensor | None = None,
+        epsilon: Tensor | None = None,
+    ) -> Ball:
+        """ε times the features' scales [O] (1 by default) where the mask [O] allows it (everywhere by default).
+
+        `epsilon`: in the place of the attack's own, [], where it moves during training.
+        """
         width = torch.ones(obs.shape[-1], dtype=torch.float64, device=obs.device)
         for factor in (mask, scale):
             if factor is not None:
                 width = width * factor.to(width)
-        return cls(attack.norm, rounded_down(attack.epsilon * width, obs.dtype))
+        return cls(attack.norm, rounded_down((attack.epsilon if epsilon is None else epsilon) * width, obs.dtype))
 
     @property
     def free(self) -> Tensor:
@@ -233,28 +243,31 @@ def perturb(
         generator = generator or torch.Generator(obs.device).manual_seed(attack.seed)
         ball = Ball.of(attack, obs, mask, scale)
         if attack.through_time:
-            objective = _window_objective(policy, obs, state, episode_start, attack.target)
+            objective = window_objective(policy, obs, state, episode_start, attack.target)
             return maximise(objective, obs, attack, ball, generator, start)
         if obs.dim() == 2:
             objective = row_objective(policy, obs, state, episode_start, attack.target)
             return maximise(objective, obs, attack, ball, generator, start)
         rows = obs.flatten(0, 1)
-        before = memory_before(policy, obs, state, episode_start)
+        before = memory_before(policy, obs, state, episode_start, None if attack.target == "critic" else 1)
         objective = row_objective(policy, rows, before, episode_start.flatten(), attack.target)
         start = None if start is None else start.flatten(0, 1)
         return maximise(objective, rows, attack, ball, generator, start).view_as(obs)
 
 
-def memory_before(policy: ActorCritic, obs: Tensor, state: PolicyState, episode_start: Tensor) -> PolicyState:
-    """Memory of every trunk before each row of a window, flattened to [layers, T·N, H]; no gradient.
+def memory_before(
+    policy: ActorCritic, obs: Tensor, state: PolicyState, episode_start: Tensor, trunks: int | None = None
+) -> PolicyState:
+    """Memory of the first `trunks` (all by default) before each row of a window, [layers, T·N, H]; no gradient.
 
     obs [T, N, O], episode_start [T, N]; `state` is the one before the first row.
     """
+    state = state[:trunks]
     if not policy.is_recurrent:
         return tuple(() for _ in state)
     before: list[MemoryState] = []
     with torch.no_grad():
-        for trunk, first in zip(policy.each_trunk(), state, strict=True):
+        for trunk, first in zip(policy.each_trunk(), state, strict=False):
             _, after = trunk.every_state(obs, first, episode_start)
             rows = (
                 torch.cat((part.unsqueeze(1), later[:, :-1]), dim=1) for part, later in zip(first, after, strict=True)
@@ -283,13 +296,15 @@ def row_values(policy: ActorCritic, obs: Tensor, state: PolicyState, episode_sta
     return torch.stack([output.value.squeeze(-1) for output in policy.critic_heads(features)]).mean(0)
 
 
-def _window_objective(
+def window_objective(
     policy: ActorCritic, obs: Tensor, state: PolicyState, episode_start: Tensor, target: Target
 ) -> Objective:
     """As `row_objective` for windows [T, N, O] through the memory, summed over the rows, [N]."""
 
     def params(rows: Tensor) -> Tensor:
-        return policy.action_head(policy.each_trunk()[0].sequence(rows, state[0], episode_start)[0])
+        features, _ = policy.each_trunk()[0].sequence(rows, state[0], episode_start)
+        found: Tensor = policy.action_head(features)
+        return found
 
     def values(rows: Tensor) -> Tensor:
         outputs = policy.critic_heads(policy.critic_features(rows, state, episode_start))
