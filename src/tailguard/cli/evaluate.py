@@ -125,10 +125,9 @@ def backtest(
             _print_warnings(disturbed.seen, console)
             print_rows(*disturbed.rows(), console)
             console.print()
-            for line in disturbed.lines():
+            for line in (*disturbed.lines(), f"page     {page}"):
                 say(console, line)
         write_page(disturbed.page(), page)
-        say(console, f"page     {page}")
         _write_json(json_file, about | {"part": disturbed.title} | disturbed.to_json(), console)
         return
     if out is not None:
