@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,9 +17,12 @@ from tailguard.errors import ConfigError
 from tailguard.places import check_writable_place, replace_synced
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from rich.console import Console
 
     from tailguard.evaluate.overlap import Overlap
+    from tailguard.evaluate.robustness_of_run import RobustnessOfRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
 Trials = Annotated[
@@ -85,8 +90,7 @@ def backtest(
 
     from tailguard.data.storage import check_writable, write_frame
     from tailguard.evaluate.baselines import AGENT
-    from tailguard.evaluate.report import check_place, write_page
-    from tailguard.evaluate.results_table import print_rows, print_summary
+    from tailguard.evaluate.results_table import print_summary
     from tailguard.evaluate.robustness_of_run import Disturbances, disturb_saved_run, parse_epsilons
     from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
     from tailguard.experiment.layout import RunLayout
@@ -110,25 +114,13 @@ def backtest(
     if disturbances:
         if csv is not None:
             raise ConfigError("--csv: holds the bars of one backtest; with --feed or --attack use --json")
-        page = out or RunLayout(run).robustness_path
-        check_place(page)
-        disturbed = disturb_saved_run(
-            run,
-            data,
-            split,
-            symbol,
-            stress,
-            disturbances,
+        disturbed = _show_disturbed(
+            out or RunLayout(run).robustness_path,
+            partial(disturb_saved_run, run, data, split, symbol, stress, disturbances),
             lambda: shown_steps("backtest", 1 + disturbances.count, console),
+            None if json_file == "-" else console,
         )
-        if json_file != "-":
-            _print_warnings(disturbed.seen, console)
-            print_rows(*disturbed.rows(), console)
-            console.print()
-            for line in (*disturbed.lines(), f"page     {page}"):
-                say(console, line)
-        write_page(disturbed.page(), page)
-        _write_json(json_file, about | {"part": disturbed.title} | disturbed.to_json(), console)
+        _write_json(json_file, about | disturbed, console)
         return
     if out is not None:
         raise ConfigError("--out: is the page of --feed and --attack; name one of them")
@@ -145,6 +137,28 @@ def backtest(
         write_frame(backtested.summary.results[AGENT].frame(), csv)
         say(console, f"saved    {csv}")
     _write_json(json_file, about | {"part": backtested.title} | backtested.to_json(), console)
+
+
+def _show_disturbed(
+    page: Path,
+    work: Callable[[Callable[[], AbstractContextManager[Callable[[str], None]]]], RobustnessOfRun],
+    progress: Callable[[], AbstractContextManager[Callable[[str], None]]],
+    console: Console | None,
+) -> dict[str, Any]:
+    """Compare the clean and the disturbed agent: write the page, print the table where there is a console."""
+    from tailguard.evaluate.report import check_place, write_page
+    from tailguard.evaluate.results_table import print_rows
+
+    check_place(page)
+    disturbed = work(progress)
+    write_page(disturbed.page(), page)
+    if console is not None:
+        _print_warnings(disturbed.seen, console)
+        print_rows(*disturbed.rows(), console)
+        console.print()
+        for line in (*disturbed.lines(), f"page     {page}"):
+            say(console, line)
+    return {"part": disturbed.title, **disturbed.to_json()}
 
 
 def _print_warnings(seen: Overlap, console: Console) -> None:
