@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.rollout import Rollout
     from tailguard.algorithm.targets import Prepared
     from tailguard.algorithm.updates import Updates
+    from tailguard.models.memory import MemoryState
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
@@ -203,11 +204,16 @@ class Learner(Agent):
             self.generator,
             self.runtime.compiled(act_and_step),
             noise,
+            self._observer(),
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):
             env.state = self.runtime.copy_in_place(env_before, detached(env.state))
         return rollout
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        """What changes the observations that the policy acts on; see `collect`."""
+        return None
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
 from tailguard.risk.config import RiskConfig
 from tailguard.robust.config import RobustConfig
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.adversary import Alternation
+    from tailguard.algorithm.state import Stateful
+    from tailguard.models.memory import MemoryState
 
 
 class DistributionalPPO(Learner):
@@ -92,9 +97,17 @@ class DistributionalPPO(Learner):
         """The batch with what the extensions added, in the place where recorded minibatches find it."""
         self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
+        self.alternation: Alternation | None = None
+        """The adversary that learns in turns with this agent, if one does."""
+        if self.robust.adversary == "alternate":
+            from tailguard.algorithm.adversary import Alternation  # it trains an adversary by this class
+
+            self.alternation = Alternation(self)
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         runtime = self.runtime
+        if self.alternation is not None and self.alternation.due():
+            self.alternation.take_turn()
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
         usable = wanted and (self.context.guard.rollout(rollout) if runtime.can_sync else True)
@@ -135,6 +148,17 @@ class DistributionalPPO(Learner):
         metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
         batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, metrics)
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        return None if self.alternation is None else self.alternation.observe
+
+    def parts(self) -> dict[str, Stateful]:
+        parts = super().parts()
+        return parts if self.alternation is None else parts | {"adversary": self.alternation}
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        metrics = super()._robust_metrics()
+        return metrics if self.alternation is None else metrics | self.alternation.metrics()
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
         """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""

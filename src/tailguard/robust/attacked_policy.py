@@ -19,7 +19,7 @@ from tailguard.models.policy import PolicyState
 from tailguard.robust.attacks import Attack, Ball, Objective, attackable, maximise, row_values
 
 Memories = tuple[PolicyState, ...]
-"""Of each network, of each of its trunks."""
+"""Of each network, of each of its trunks; what remembers in the attack itself comes last."""
 
 
 class AttackableAgent(Protocol):
@@ -80,26 +80,33 @@ class AttackedPolicy:
     # --- one decision -----------------------------------------------------------------------------------------------
 
     def initial_memories(self, count: int) -> Memories:
-        """Empty memories of `count` accounts."""
+        """Empty memories of `count` accounts, of the agent and of what attacks it."""
         return tuple(network.network.initial_state(count) for network in self.networks)
 
     def decide(self, observation: Tensor, memories: Memories, episode_start: Tensor) -> Decision:
         """Attack the raw observations [N, O] and let the agent decide on what comes out."""
         with torch.inference_mode(False):
             obs, start = observation.clone().to(self.units), episode_start.clone()
-            moved = self.perturbed(obs, memories, start)
+            own, others = memories[: len(self.networks)], memories[len(self.networks) :]
+            moved, others = self.perturbed(obs, own, others, start)
             with torch.no_grad():
-                clean, _ = self._act(obs, memories, start)
-                action, after = self._act(moved, memories, start)
+                clean, _ = self.act(obs, own, start)
+                action, after = self.act(moved, own, start)
         self.decisions += len(action)
         self._shift += float(((action - clean).abs() / self._half_width).mean(-1).sum())
         self._flips += int((torch.sign(action) * torch.sign(clean) < 0).any(-1).sum())
-        return Decision(action, clean, moved, after)
+        return Decision(action, clean, moved, (*after, *others))
 
-    def perturbed(self, obs: Tensor, memories: Memories, episode_start: Tensor) -> Tensor:
-        """The attacked raw observations, [N, O]."""
-        ball = Ball.of(self.attack, obs, self.mask, self.units)
-        return maximise(self._objective(obs, memories, episode_start), obs, self.attack, ball, self.generator)
+    def perturbed(
+        self, obs: Tensor, memories: Memories, others: Memories, episode_start: Tensor
+    ) -> tuple[Tensor, Memories]:
+        """The attacked raw observations, [N, O]; `memories` are the agent's, `others` the attack's own."""
+        objective = self._objective(obs, memories, episode_start)
+        return maximise(objective, obs, self.attack, self.ball(obs), self.generator), others
+
+    def ball(self, obs: Tensor) -> Ball:
+        """Where raw observations can be moved to."""
+        return Ball.of(self.attack, obs, self.mask, self.units)
 
     def _objective(self, obs: Tensor, memories: Memories, start: Tensor) -> Objective:
         members = list(zip(self.networks, memories, strict=True))
@@ -136,11 +143,19 @@ class AttackedPolicy:
             [head.to_env(head.mode(params)) for head, params in zip(heads, dist_params, strict=True)]
         )
 
-    def _act(self, obs: Tensor, memories: Memories, start: Tensor) -> tuple[Tensor, Memories]:
-        """The agent's action on these observations, and its memories after them."""
+    def unit_action(self, obs: Tensor, memories: Memories, start: Tensor) -> Tensor:
+        """The agent's deterministic action as a share of half its range, differentiable in the observation, [N, A]."""
+        return self._combined(self._dist_params(obs, memories, start)) / self._half_width
+
+    def act(
+        self, obs: Tensor, memories: Memories, start: Tensor, *, critics: bool | None = None
+    ) -> tuple[Tensor, Memories]:
+        """The agent's action on raw observations, and its memories after them.
+
+        `critics`: whether the critics' memories go on too; by default where the critic is the target.
+        """
         params, after = [], []
-        # The critic's memory is needed only where it is the target.
-        trunks = None if self.attack.target == "critic" else 1
+        trunks = None if (self.attack.target == "critic" if critics is None else critics) else 1
         for member, memory in zip(self.networks, memories, strict=True):
             network, inputs = member.network, member.scale(obs).nan_to_num(0.0, 0.0, 0.0)
             stepped = [

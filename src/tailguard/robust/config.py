@@ -16,6 +16,7 @@ EpsilonSchedule = Literal["constant", "linear", "cosine"]
 Distance = Literal["auto", "kl", "action"]
 Refresh = Literal["rollout", "minibatch"]
 AdversaryMode = Literal["none", "alternate"]
+AdversaryActs = Literal["perturbation", "direction"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class RobustConfig(FeedConfig):
     """Rollouts of the agent between two turns of the adversary."""
     adversary_rollouts: int = 5
     """Rollouts of the adversary in a turn."""
+    adversary_acts: AdversaryActs = "direction"
+    """What the adversary chooses: the perturbation itself, or the direction in which the action is to be pushed, for
+    which the gradient then finds the perturbation; a direction is learned sooner where features are many."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,6 +77,7 @@ class RobustConfig(FeedConfig):
         check_choice("robust.refresh", self.refresh, get_args(Refresh))
         check_range("robust.critic_coef", self.critic_coef, low=0)
         check_choice("robust.adversary", self.adversary, get_args(AdversaryMode))
+        check_choice("robust.adversary_acts", self.adversary_acts, get_args(AdversaryActs))
         check_count("robust.adversary_every", self.adversary_every)
         check_count("robust.adversary_rollouts", self.adversary_rollouts)
         if self.critic_coef > 0 and self.coef == 0:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from tailguard.models.actions import GaussianHead
 from tailguard.models.policy import ActorCritic, PolicyOutput, PolicyState
 from tailguard.robust.attacks import (
     Ball,
@@ -167,6 +168,11 @@ class Smoothness:
     def _term(self, policy: ActorCritic, rows: AttackedRows, output: PolicyOutput | None) -> Tensor:
         """[L, B]"""
         clean, moved = self._both_sides(policy, rows, output)
+        if isinstance(policy.action_head, GaussianHead) and policy.action_head.free_log_std is not None:
+            # A deviation that is the same in all states cannot be attacked. Left free, it would grow: noise hides any
+            # change of the mean from the divergence.
+            mean, log_std = moved.chunk(2, dim=-1)
+            moved = torch.cat((mean, log_std.detach()), dim=-1)
         term = self.config.coef * distance(policy.action_head, clean, moved, self.attack.target)
         if self.config.critic_coef > 0:
             before, after = self._both_values(policy, rows, output)
