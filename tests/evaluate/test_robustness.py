@@ -161,8 +161,9 @@ def test_positions_moved_and_flipped_are_counted_by_hand(market: Bars) -> None:
     other = targets.copy()
     other[100:250] = -0.2  # 150 decisions on the other side, each 0.6 away
     other[300:400] = 0.0  # closed is not flipped
+    other[500:600] = 0.9  # nor is larger
     change, flips = position_changes(clean, tg.backtest(other, market))
-    assert change == pytest.approx((150 * 0.6 + 100 * 0.4) / 1_499)
+    assert change == pytest.approx((150 * 0.6 + 100 * 0.4 + 100 * 0.5) / 1_499)
     assert flips == pytest.approx(150 / 1_499)
 
 
