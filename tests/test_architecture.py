@@ -282,6 +282,7 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
 
 RUN_FILES = {
     *("config.yaml", "settings.json", "settings.yaml", "metrics.jsonl", "trials.jsonl", "report.html"),
+    "robustness.html",
     *("walk_forward.json", "walk_forward.html", "tensorboard", "checkpoints", "latest", ".lock"),
 }
 AMBIGUOUS = {"agent", "members", "runs"}

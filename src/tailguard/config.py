@@ -164,7 +164,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
     robust: RobustConfig = field(default_factory=RobustConfig)
-    """Training against attacks on the observations; off unless robust.coef is above 0."""
+    """Training against attacks on the observations, and under faults of the feed; off by default."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()
