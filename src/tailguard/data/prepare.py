@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars
@@ -32,11 +32,18 @@ class PreparedBars:
     """The scaling that was applied; give it to the environment of a later split."""
     rescaled_from: int | None = field(default=None, kw_only=True)
     """First row of copies of the bars with another volatility, which only training uses; None: there are none."""
+    seen_close: NDArray[np.float64] | None = field(default=None, kw_only=True)
+    """Closes as a feed with faults shows them, [R, A]: what volatility scaling reads; None: those of the panel."""
 
     @property
     def own_rows(self) -> int:
         """Number of rows that are the bars themselves."""
         return self.panel.rows if self.rescaled_from is None else self.rescaled_from
+
+    @property
+    def seen_panel(self) -> Panel:
+        """The bars that decisions are made from; fills are at the prices of `panel`."""
+        return self.panel if self.seen_close is None else replace(self.panel, close=self.seen_close)
 
 
 def prepare(
@@ -107,6 +114,6 @@ def _check_memory(rows: int, features: int, source: str) -> None:
     needed, free = 20.0 * rows * features, free_memory()
     if needed > free:
         raise BarsError(
-            f"{source}: {features} features of {rows:,} bars take at least {in_words(needed)} of memory, and "
-            f"{in_words(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
+            f"{source}: {features} features of {rows:,} bars take at least {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
         )

@@ -13,7 +13,7 @@ from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import Reward, TradingTask
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
@@ -140,5 +140,5 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         episode_length=spec.episode_length,
         reward=spec.reward,
         shield=spec.shield,
-        volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
+        volatility_factors=volatility_factors(spec.volatility, prepared.seen_panel, features.device),
     )

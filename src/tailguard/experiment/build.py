@@ -14,7 +14,7 @@ from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
-from tailguard.envs.mapped_market import (
+from tailguard.envs.prepared_market import (
     MappedBars,
     PreparedMarket,
     check_same_setting,
@@ -23,6 +23,7 @@ from tailguard.envs.mapped_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.experiment.feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ BOUND = (
 
 
 @dataclass(frozen=True)
-class Market:
-    """The bars that the settings name."""
+class MarketData:
+    """The bars that the settings name, and their generator if they are synthetic."""
 
     bars: Bars | PreparedMarket
     """In memory, or prepared on disk."""
     synthetic: SyntheticMarket | None = None
-    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+    """The generator of the bars, which knows the optimal policy; none for bars from a file."""
 
     def describe(self) -> str:
         """Symbols, period and source in a line."""
@@ -55,10 +56,10 @@ class Market:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the settings of a run make, before any training."""
+    """Everything built from a run's settings, before any training."""
 
     config: RunConfig
-    market: Market
+    market: MarketData
     """All bars, before they are split."""
     split: Split | PreparedMarket
     env: TradingEnv
@@ -77,17 +78,17 @@ def build(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) 
     return Experiment(config, market, split, trading_env(learner), learner)
 
 
-def load_market(config: RunConfig) -> Market:
+def load_market(config: RunConfig) -> MarketData:
     """The bars that the settings name, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
         check_synthetic(config)
         synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
-        return Market(synthetic.bars, synthetic)
+        return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
-        return Market(open_market(data.path))
+        return MarketData(open_market(data.path))
     bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return Market(bars.select(*data.symbols) if data.symbols else bars)
+    return MarketData(bars.select(*data.symbols) if data.symbols else bars)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -99,7 +100,7 @@ def load_bars_in_memory(config: RunConfig) -> Bars:
 
 
 def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
-    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    """Training, validation and test bars by the settings; a prepared market is already split."""
     if isinstance(bars, PreparedMarket):
         for name, value in bound_settings(config).items():
             check_same_setting(bars.folder, name, bars.settings.get(name), value)
@@ -124,9 +125,21 @@ def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars
                 "env.randomisation.volatility: a market that is prepared on disk has no copies with other volatility; "
                 "leave it empty, or train from files of bars"
             )
+        if config.robust.feed:
+            raise ConfigError(
+                f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
+                "already. Train on the files of bars"
+            )
         return bars
-    prepared = prepare(bars, config.data.features or None, accounts=accounts)
-    return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared
+    clean = prepare(bars, config.data.features or None, accounts=accounts)
+    if factors and config.robust.feed:
+        raise ConfigError(
+            "env.randomisation.volatility: copies with other volatility and feeds with faults (robust.feed) are not "
+            "combined; choose one of the two"
+        )
+    if factors:
+        return with_rescaled_copies(clean, bars, factors, accounts)
+    return randomised_feeds(config, bars, clean) if config.robust.feed else clean
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -154,7 +167,7 @@ def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Le
     env = build_env(config, bars, seed)
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
-    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk, robust=config.robust)
     return learner
 
 
