@@ -26,7 +26,7 @@ from tailguard.evaluate.deciders import (
     FunctionDecider,
     check_target,
 )
-from tailguard.experiment.feed import market_config, market_panel, seen_bars
+from tailguard.experiment.faulty_feed import market_config, market_panel, seen_bars
 from tailguard.market import MarketConfig, MarketState, build_market, step
 from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy

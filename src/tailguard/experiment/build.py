@@ -23,7 +23,7 @@ from tailguard.envs.prepared_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
-from tailguard.experiment.feed import randomised_feeds
+from tailguard.experiment.faulty_feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
