@@ -119,10 +119,16 @@ class Trunk(nn.Module):
     def is_recurrent(self) -> bool:
         return not isinstance(self.memory, NoMemory)
 
-    def step(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row: obs [N, O] -> features [N, H] and the state after it."""
+    def step(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """One row: obs [N, O] -> features [N, H] and the state after it.
+
+        `mask`: factors on the encoder's outputs, [N, E], for dropout; None: 1.
+        """
         with autocast(self.precision, obs.device):
-            return self.memory.step(self.encoder(obs), state, episode_start)
+            encoded = self.encoder(obs)
+            return self.memory.step(encoded if mask is None else encoded * mask, state, episode_start)
 
     def sequence(
         self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
@@ -240,9 +246,14 @@ class ActorCritic(nn.Module):
         """Initial memory states of n environments, for every trunk."""
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
-    def act(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state."""
-        features, state = self._trunk(0).step(obs, state, episode_start)
+    def act(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
+
+        `mask`: see `Trunk.step`.
+        """
+        features, state = self._trunk(0).step(obs, state, episode_start, mask)
         return self.action_head(features), state
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:

@@ -178,6 +178,7 @@ def _calibrated(parts: Parts, config: RunConfig) -> Exposure | None:
         alpha=risk.alpha,
         level=risk.confidence,
         overlap=_overlap(parts),
+        kind=risk.bound,
     )
 
 
