@@ -416,6 +416,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
         PPOConfig(loss_terms={"acton_size": 0.1})
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms\.action_size: -1 is out of range"):
         PPOConfig(loss_terms={"action_size": -1.0})
+    with pytest.raises(ConfigError, match=r"ppo\.loss_terms: \['action_size'\] is not a table"):
+        PPOConfig(loss_terms=["action_size"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms: action_size would have no effect, because the learner is"):
         load_config(overrides=["learner=pathwise", "ppo.loss_terms.action_size=0.1"])
     assert load_config(overrides=["learner=ppo", "ppo.loss_terms.action_size=0.1"]).ppo.loss_terms == {
@@ -437,6 +439,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
 def test_wrong_registrations_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="critic 'quantile' is registered already"):
         register_critic("quantile")(QuantileCritic)
+    with pytest.raises(ConfigError, match="critic 'mine': QuantileCritic is registered as 'quantile' already; derive"):
+        register_critic("mine")(QuantileCritic)
     with pytest.raises(ConfigError, match="critic 'Mine': use lower case"):
         register_critic("Mine")
     with pytest.raises(ConfigError, match="critic 'mine': ScalarCritic predicts no distribution"):
