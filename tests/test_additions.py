@@ -212,6 +212,19 @@ def test_the_duty_of_a_purchase_is_its_rate_and_that_of_a_sale_nothing(bars: tg.
     assert float(turnover[~bought].max()) > 0.1
 
 
+# --- an alarm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("home")
+def test_an_own_alarm_is_raised_once_after_its_patience_and_knows_the_past(bars: tg.Bars) -> None:
+    agent = tg.DistributionalPPO(make_env(bars), epochs=1, **SMALL)
+    counts = [agent.iterate()["warn/trades_much"] for _ in range(3)]
+    assert counts == [0.0, 1.0, 2.0]
+    (alarm,) = [alarm for alarm in agent.alarms if alarm.name == "trades_much"]
+    assert alarm.what.endswith("after 1 iterations.")
+    assert str(alarm).endswith("Usually: an untrained agent.")  # the documentation knows nothing of it
+
+
 # --- a critic --------------------------------------------------------------------------------------------------------
 
 
