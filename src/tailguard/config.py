@@ -26,6 +26,7 @@ from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
 from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
@@ -162,6 +163,8 @@ class RunConfig:
     """Gradients through the market and the network; used when learner is pathwise."""
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """Training against attacks on the observations, and under faults of the feed; off by default."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()

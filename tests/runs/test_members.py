@@ -194,3 +194,31 @@ def test_a_new_run_removes_the_members_of_the_old_one(tmp_path: Path, config: Ru
     train(config, tmp_path / "run", Console(quiet=True))
     train(small_config(), tmp_path / "run", Console(quiet=True), replace=True)
     assert not (tmp_path / "run" / "members").exists()
+
+
+def test_the_exposure_keeps_the_limit_under_every_feed_that_it_was_trained_for(
+    tmp_path: Path, small_config: Any
+) -> None:
+    """A fee that is paid in spikes of the funding rate: the held-out tail under it decides, not the clean one."""
+    feeds = "robust.feed=[late:1, funding:0.02@0.2]"
+    config = small_config(*PATHWISE, "pathwise.learning_rate=0.1", "training.total_timesteps=2560", feeds)
+    split = split_market(config, tg.make_market(2_500, seed=0, signal=30).bars)
+    members = Members.on(config, split.train, seed=0)
+    validation = Validation(members.first, split.validation)
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    agent = train_members(
+        members, RunFolder(tmp_path), validation, console, resume=False, again="", ask=lambda _: False
+    )
+    assert isinstance(agent, Ensemble)
+    bounds = []
+    # The clean feed, late:1, and the first of two draws of the spikes.
+    for number, draws in enumerate([None, *config.robust.feeds()]):
+        held = [members.build(fold).held_out(number) for fold in range(3)]
+        own = [part.trade(Ensemble([one], agent.exposure)) for part, one in zip(held, agent.members, strict=True)]
+        parts = validation.parts if draws is None else validation.parts_under(draws[0])
+        own += [part.trade(agent) for part in parts]
+        bounds.append(cvar_bound(torch.cat([each.measured for each in own]), 0.2, 0.9, block=16))
+    assert min(bounds) >= -0.02
+    assert bounds[2] == pytest.approx(agent.calibration.bound)
+    assert bounds[2] < bounds[0]
+    assert "with the feed funding:0.02@0.2" in console.export_text()

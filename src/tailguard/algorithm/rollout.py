@@ -146,6 +146,7 @@ def collect(
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     noise: Tensor | None = None,
+    observe: Callable[[Tensor, Tensor, MemoryState], Tensor] | None = None,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
@@ -153,6 +154,8 @@ def collect(
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
+    `observe`: what the policy sees in the place of an observation [N, O], given `episode_start` and its memory; the
+        rollout keeps what it saw, so that the probabilities of its actions fit.
     """
     head = policy.action_head
     # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
@@ -168,6 +171,8 @@ def collect(
     drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
+        if observe is not None:
+            obs = observe(obs, start, memory)
         if isinstance(env, FunctionalEnv):
             # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
             # inputs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,13 @@ class PreparedBars:
     """Rows on which every feature is defined, [R]."""
     scaler: Scaler
     """The scaling that was applied; give it to the environment of a later split."""
+    seen_close: NDArray[np.float64] | None = field(default=None, kw_only=True)
+    """Closes as a feed with faults shows them, [R, A]: what volatility scaling reads; None: those of the panel."""
+
+    @property
+    def seen_panel(self) -> Panel:
+        """The bars that decisions are made from; fills are at the prices of `panel`."""
+        return self.panel if self.seen_close is None else replace(self.panel, close=self.seen_close)
 
 
 def prepare(

@@ -140,5 +140,5 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         episode_length=spec.episode_length,
         reward=spec.reward,
         shield=spec.shield,
-        volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
+        volatility_factors=volatility_factors(spec.volatility, prepared.seen_panel, features.device),
     )

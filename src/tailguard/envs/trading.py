@@ -15,6 +15,7 @@ from tailguard.device_ops import may_hold_any
 from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
 from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
+from tailguard.envs.randomised import MixedStarts, RandomisedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
@@ -96,7 +97,7 @@ class TradingEnv:
             episode_length=episode_length,
             reward=reward,
             shield=shield,
-            volatility_factors=volatility_factors(self.volatility, prepared.panel, self.device),
+            volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, self.device),
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger
@@ -136,15 +137,20 @@ class TradingEnv:
         return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
 
     @staticmethod
-    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges:
+    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges | MixedStarts:
         panel = prepared.panel
-        starts: Tensor | RowRanges
+        starts: Tensor | RowRanges | MixedStarts
         if isinstance(prepared, MappedBars):
             starts = prepared.starts(episode_length)
         else:
-            usable = torch.as_tensor(prepared.usable)
-            begin = torch.as_tensor(panel.tradeable)
-            starts = episode_starts(begin, usable, torch.as_tensor(panel.segment), episode_length)
+            # All feeds of randomised bars have the episodes of the first copy, the clean bars.
+            rows = prepared.rows if isinstance(prepared, RandomisedBars) else panel.rows
+            begin, usable, segment = (
+                torch.as_tensor(values[:rows]) for values in (panel.tradeable, prepared.usable, panel.segment)
+            )
+            starts = episode_starts(begin, usable, segment, episode_length)
+            if isinstance(prepared, RandomisedBars):
+                starts = MixedStarts.of(starts, prepared)
         if starts.numel() == 0:
             raise ConfigError(
                 f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
@@ -201,6 +207,11 @@ class TradingEnv:
             after = where(ended, self._fresh_episodes(rows), after)
             obs = task.observe(after)
         return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
+
+    def restrict_starts(self, rows: Tensor) -> None:
+        """Let episodes start only at these rows [S]; with randomised feeds, rows of the clean bars."""
+        starts = self.starts
+        self.starts = starts.only(rows) if isinstance(starts, MixedStarts) else rows.to(self.device)
 
     def draw(self) -> Tensor:
         """Rows to start at, [N]: drawn at every step, so the random stream does not depend on past events."""

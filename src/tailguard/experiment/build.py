@@ -23,6 +23,7 @@ from tailguard.envs.prepared_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.experiment.feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
@@ -118,8 +119,14 @@ def bound_settings(config: RunConfig) -> dict[str, Any]:
 def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars:
     """Training bars with their scaled features, computed once for all learners of a run."""
     if isinstance(bars, MappedBars):
+        if config.robust.feed:
+            raise ConfigError(
+                f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
+                "already. Train on the files of bars"
+            )
         return bars
-    return prepare(bars, config.data.features or None, accounts=config.env.accounts)
+    clean = prepare(bars, config.data.features or None, accounts=config.env.accounts)
+    return randomised_feeds(config, bars, clean) if config.robust.feed else clean
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -146,7 +153,7 @@ def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Le
     env = build_env(config, bars, seed)
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
-    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk, robust=config.robust)
     return learner
 
 

@@ -211,7 +211,8 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
 
     stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
     observed = panel.funding if config.observed_funding else None
-    funding = stamps[:, None] * (np.full_like(panel.open, config.funding_rate) if observed is None else observed)
+    assumed = np.full_like(panel.open, config.funding_rate) if panel.assumed_funding is None else panel.assumed_funding
+    funding = stamps[:, None] * (assumed if observed is None else observed)
     low, high = panel.low / panel.open - 1, panel.high / panel.open - 1
     furthest = np.maximum(np.abs(low), np.abs(high))
     reach = furthest + (config.maintenance_margin + np.abs(funding)) * (1 + furthest)
