@@ -116,6 +116,8 @@ class LearnerConfig:
 
     def _check_loss_terms(self) -> None:
         setting = f"{self.section}.loss_terms"
+        if not isinstance(self.loss_terms, dict):
+            raise ConfigError(f"{setting}: {self.loss_terms!r} is not a table of terms and coefficients")
         for name, coefficient in self.loss_terms.items():
             check_registered(setting, name, LOSS_TERMS, "tailguard.algorithm.loss_terms.register_loss_term")
             learners = LOSS_TERMS[name].learners

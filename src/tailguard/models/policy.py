@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -152,8 +152,7 @@ class ReturnCritic(nn.Module):
         self.distribution: DistributionalCritic | None = None
         if config.critic_kind.predicts_distribution:
             head = config.critic_kind.from_config(feature_size, config)
-            assert isinstance(head, DistributionalCritic)  # `register_critic` admits no other
-            self.distribution = head
+            self.distribution = cast(DistributionalCritic, head)  # `register_critic` admits no other
 
     @property
     def heads(self) -> list[Critic]:
