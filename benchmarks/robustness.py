@@ -29,7 +29,7 @@ import gymnasium
 import torch
 
 import tailguard as tg
-from tailguard.algorithm.adversary import train_adversary
+from tailguard.algorithm.adversary_training import train_adversary
 from tailguard.data.splits import Split
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.evaluate.held_out import episodes_on

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.algorithm.adversary import train_adversary
+from tailguard.algorithm.adversary_training import train_adversary
 from tailguard.evaluate.held_out import episodes_on
 from tailguard.robust.adversary import AdversaryEnv, Perturbation
 from tailguard.robust.attacked_policy import AttackedPolicy
