@@ -173,6 +173,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
+        other = self.ppo if self.learner == "pathwise" else self.pathwise
+        if other.loss_terms:
+            raise ConfigError(
+                f"{other.section}.loss_terms: {', '.join(other.loss_terms)} would have no effect, because the learner "
+                f"is {self.learner}; set learner to {other.section}, or name them in {self.learner}.loss_terms"
+            )
 
     @property
     def chosen(self) -> LearnerConfig:
@@ -238,10 +244,10 @@ def load_config(
             try:
                 _build(so_far, source)
             except ConfigError as error:
-                found = error
+                failure = error
             else:
                 break
-        raise found from None
+        raise failure from None
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -332,12 +338,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    found = _parse_yaml(text, str(path))
-    if found is None:
+    sections = _parse_yaml(text, str(path))
+    if sections is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
-    return found
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(sections).__name__}")
+    return sections
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -379,10 +385,17 @@ def _parse_yaml(text: str, what: str) -> Any:
             loader.dispose()
 
 
+OPEN_TABLES = ("market.extra_costs", "ppo.loss_terms", "pathwise.loss_terms")
+"""Settings that hold what plugins register, by names that are checked when the plugins have been loaded."""
+
+
 def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
-    """Overwrite settings with the given values, in place; every key must exist already."""
+    """Overwrite settings with the given values, in place; every key must exist already, except in open tables."""
     for name, value in given.items():
         key = f"{prefix}{name}"
+        if prefix.removesuffix(".") in OPEN_TABLES:
+            settings[name] = value
+            continue
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")

@@ -1,9 +1,9 @@
-"""Gradients through the market: act, add up what the account earns, and send the gradient back. Reads top to bottom.
+"""Gradients through the market: simulate a window, sum its rewards, and backpropagate to the policy.
 
-Prices do not answer to an account of ordinary size. So what it earns is a known, differentiable function of the
-weights it held, and the gradient of that can go back through costs, fills, positions and the LSTM: no exploration, no
-score function, no advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with what a critic says the
-account's state is worth, whose slope in that state carries what comes later (SHAC, Xu et al. 2022):
+An account of ordinary size does not move prices. Its P&L is therefore a known, differentiable function of the weights
+it held, and the gradient flows back through costs, fills, positions and the LSTM: no exploration, no score function, no
+advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with a critic's value of the account's state,
+whose gradient in that state stands for all that comes later (SHAC, Xu et al. 2022):
 
     J = E[ Σ_{t<T} γ^t·r_t + γ^T·V(x_T) ],    dJ/dθ by back-propagation through r, x and the memory
 
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import CriticView
+from tailguard.algorithm.estimate import CriticView, Estimates, final_values
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import policy_penalty
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import make_batch
+from tailguard.algorithm.update import Batch, make_batch
 from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.models.critics import combine_values
 from tailguard.risk.config import RiskConfig
 from tailguard.robust.config import RobustConfig
 
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
 
 SATURATED = 0.99
-"""A squashed action this near to its bound has next to no slope left."""
+"""A squashed action this near to its bound has almost no gradient."""
 
 
 class PathwiseLearner(Learner):
-    """A recurrent policy that learns by gradients through a market that does not answer.
+    """A recurrent policy trained by gradients through a market that the agent does not move.
 
     `env`: a `tailguard.TradingEnv`, or a `FunctionalEnv` of your own whose `transition` is differentiable in state and
         action and that says so with `differentiable = True`.
@@ -102,7 +102,8 @@ class PathwiseLearner(Learner):
         self.set_hyper()
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The policy, and what only the critics read: they learn at rates of their own."""
+        """Two groups with their own learning rates: the policy's parameters, and those that only critics use."""
+        # Trunk 0 is the actor's. If a critic shares it, it still belongs to the policy's group.
         policy = [*self.policy.each_trunk()[0].parameters(), *self.policy.action_head.parameters()]
         known = {id(parameter) for parameter in policy}
         critics = [parameter for parameter in self.policy.parameters() if id(parameter) not in known]
@@ -113,6 +114,7 @@ class PathwiseLearner(Learner):
         self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
+        self.set_coefficients()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         self.updates.begin()
@@ -128,28 +130,42 @@ class PathwiseLearner(Learner):
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def _learn_policy(self) -> _Window:
-        """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
+        """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
+        # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
         traced = self._collect(noise=noise)
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
+        # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
+        # traced observations by hand.
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
         views, estimates, usable = self.targets.estimate(rollout, usable, final_obs)
         if not usable:
             return _Window(rollout, Prepared(estimates, None, {}), usable)
         objective, metrics = self._objective(traced, views, final_obs)
-        metrics |= self._step(objective / self.return_moments.std.float(), traced, noise)
+        # In units of the return's scale, so that gradient clip and entropy weight mean the same in every market.
+        objective = objective / self.return_moments.std.float()
+        if self.weighted_terms:
+            batch = self._batch(rollout, estimates)
+            penalty, of_terms = policy_penalty(
+                self.weighted_terms, self.policy, rollout, estimates, batch, self.state.progress
+            )
+            objective, metrics = objective - penalty, metrics | of_terms
+        metrics |= self._step(objective, traced, noise)
         if self.risk is not None:
             metrics |= self.risk.metrics(rollout, estimates)
+        # After the policy's step, whose objective is in the old units.
         metrics |= self.targets.rescale(rollout, estimates)
-        batch = None
-        if self.has_critics:
-            batch = make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, metrics), usable)
+        targets = self._batch(rollout, estimates) if self.has_critics else None
+        return _Window(rollout, Prepared(estimates, targets, metrics), usable)
+
+    def _batch(self, rollout: Rollout, estimates: Estimates) -> Batch:
+        return make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
 
     def _noise(self) -> Tensor:
-        """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
+        """Noise of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
         shape = (self.config.n_steps, self.env.num_envs)
+        # Drawn in any case: a deterministic and a stochastic run consume the same random stream.
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
 
@@ -159,7 +175,7 @@ class PathwiseLearner(Learner):
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a window earns, and what its end is worth, less the weighted cost of its risk; mean over the accounts.
+        """Rewards of a window plus the value of its end, minus λ times its risk cost; mean over the accounts.
 
         `rollout` carries the gradient. `final_obs` is what the critics' values of the successors depend on.
         """
@@ -170,23 +186,23 @@ class PathwiseLearner(Learner):
         objective = earned
         if self.has_critics:
             rows = list(rollout.final_rows)
+            # An episode cut by time keeps its value; a liquidated account has none.
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
-            value = views[0].final_baseline
-            if len(views) == 2:
-                value = combine_values(value, views[1].final_baseline, self.config.twin_mode)
+            value = final_values(views, self.config.twin_mode)
             # The critic is a constant function to the policy: its slope in the account's state, and nothing else.
             (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
             to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]
             objective = objective + to_come
             metrics["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
         if self.risk is not None:
+            # Summed over whole episodes this is the tail's own cost, so its gradient is that of ES, without a critic.
             cost = self.risk.costs(rollout).sum(0).mean()
             metrics["pathwise/cost"] = cost.detach()
             objective = self.risk.constraint.combine(objective, cost)
         return objective, metrics
 
     def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
-        """Move the policy up the gradient of the objective; returns metrics of the gradient through time."""
+        """One optimiser step up the gradient of the objective; returns metrics of the gradient through time."""
         loss = -objective
         metrics: dict[str, Tensor] = {}
         if self.config.uses_entropy:
@@ -209,7 +225,7 @@ class PathwiseLearner(Learner):
 
 @dataclass(frozen=True)
 class _Window:
-    """What an iteration goes on with once the policy has moved."""
+    """Results of the policy step that the rest of the iteration uses."""
 
     rollout: Rollout
     prepared: Prepared
@@ -228,12 +244,13 @@ def discounts(ended: Tensor, gamma: float) -> Tensor:
     rows, power = [], torch.ones_like(ended[0], dtype=torch.float32)
     for row in ended:
         rows.append(power)
+        # A new episode inside the window starts at γ⁰: its rewards are not later rewards of the old one.
         power = torch.where(row, 1.0, gamma * power)
     return torch.stack(rows)
 
 
 def _bootstrapped(rollout: Rollout) -> Tensor:
-    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless in ruin."""
+    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless terminated."""
     keeps = rollout.truncated.clone()
     keeps[-1] = ~rollout.terminated[-1]
     return (keeps & rollout.valid).float()

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
-from tailguard.flags import may_hold_any
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
 
@@ -20,12 +20,12 @@ MEASURED = ("pnl", "drawdown", "net")
 
 @dataclass(frozen=True)
 class ObservationScale:
-    """Observation statistics as they were when the rollout began; they do not move while it runs."""
+    """Observation statistics at the start of the rollout; they are constant while it runs."""
 
     mean: Tensor
     std: Tensor
     clip: float
-    """Bound of what comes out; infinite where observations are not normalised."""
+    """Bound of the scaled observations; infinite where observations are not normalised."""
 
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
@@ -33,14 +33,14 @@ class ObservationScale:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Where acting stands between two rollouts."""
+    """State carried from one rollout to the next."""
 
     obs: Tensor
-    """What the policy sees next, raw, [N, O]."""
+    """The next observation, raw, [N, O]."""
     episode_start: Tensor
     """Whether `obs` is the first of its episode, [N] bool."""
     state: PolicyState
-    """Memory of every trunk before it reads `obs`."""
+    """Recurrent state of every trunk before it reads `obs`."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class Rollout:
     valid: Tensor
     """[T, N] bool each; rows with `valid` false carry no loss (see `Step`)."""
     final_rows: tuple[int, ...]
-    """The rows after which some episode ended, and the last one, in order; all rows, where looking is not free."""
+    """The rows after which some episode ended, and the last one, in order; all rows where checking would need a device
+    sync."""
     final_obs: Tensor
     """Their true successors, raw, [K, N, O]."""
     scale: ObservationScale
-    """What made `scaled_obs` of `obs`."""
+    """Scaling from `obs` to `scaled_obs`."""
     start_state: PolicyState
-    """Memory of every trunk before the first row."""
+    """Recurrent state of every trunk before the first row."""
     outcome: dict[str, Tensor]
-    """What the environment said of each step, [T, N] each."""
+    """The environment's `outcome` of each step, [T, N] each."""
     memory_resets: Tensor
     """Environments whose memory was not finite before the first row and was cleared, []."""
 
@@ -89,17 +90,18 @@ class Rollout:
 
 
 Acted = tuple[Tensor, Tensor, Tensor]
-"""What the network saw, the parameters of its action distribution and the raw action, [N, ...] each."""
+"""Scaled observation, parameters of the action distribution and raw action, [N, ...] each."""
 
 
 def act(
     policy: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, noise: Tensor
 ) -> tuple[Acted, MemoryState]:
-    """Look at one row and choose.
+    """Choose actions for one row.
 
-    A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
-    nor environment may be spoilt by it for longer.
+    A NaN is replaced by the mean, an infinity by the clip's bound, or by the mean without a clip: such a rollout is not
+    learned from, and must not corrupt the recurrent state or the environment beyond it.
     """
+    # 0 is the mean in scaled units.
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     dist_params, memory = policy.act(scaled, memory, start)
     return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
@@ -116,17 +118,18 @@ def act_and_step(
     env_state: Any,
     env_noise: Tensor,
 ) -> tuple[Acted, MemoryState, Any, Step]:
-    """Choose and let the environment answer: everything from one row to the next, as a pure function."""
+    """Choose actions and step the environment: from one row to the next, as a pure function."""
     acted, memory = act(policy, scale, obs, start, memory, noise)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
 
 def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
-    """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
+    """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:
+            # All parts of the trunk are cleared together: a cell without its output is a state the LSTM was never in.
             bad = ~part.isfinite().all(-1).all(0)
             trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
             broken = bad | broken.to(bad.device)
@@ -155,6 +158,7 @@ def collect(
         rollout keeps what it saw, so that the probabilities of its actions fit.
     """
     head = policy.action_head
+    # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
@@ -170,6 +174,8 @@ def collect(
         if observe is not None:
             obs = observe(obs, start, memory)
         if isinstance(env, FunctionalEnv):
+            # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
+            # inputs.
             env_noise = env.draw()
             acted, memory, env.state, step = whole_step(
                 policy, env, scale, obs, start, memory, noise, env.state, env_noise
@@ -183,6 +189,8 @@ def collect(
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
+        # Autoreset replaces the last observation of an episode by the first of the next one; GAE and SR(λ) bootstrap
+        # from the true successor, which is kept here. On a GPU every row is kept: asking would wait for the device.
         if t == n_steps - 1 or may_hold_any(ended):
             final_rows.append(t)
             final_obs.append(step.final_obs)
@@ -194,6 +202,7 @@ def collect(
         episode_start=stacked["start"],
         actions=stacked["action"],
         dist_params=stacked["dist_params"],
+        # Of raw actions, because undoing a tanh loses all digits near the bounds (see `models.actions`).
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
         # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
         rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
@@ -207,4 +216,5 @@ def collect(
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
         memory_resets=broken.sum(),
     )
+    # Only the actor, trunk 0, has acted. Critics read the whole rollout later, in one pass, from their own states.
     return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

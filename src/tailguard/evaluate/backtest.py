@@ -30,8 +30,8 @@ from tailguard.experiment.feed import market_config, market_panel, seen_bars
 from tailguard.market import MarketConfig, MarketState, build_market, step
 from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy
+from tailguard.monitor.object_repr import html_table, one_line
 from tailguard.monitor.progress import DelayedBar
-from tailguard.monitor.summary import html_table, one_line
 from tailguard.risk.throttle import Throttle
 from tailguard.robust.feed import Feed
 from tailguard.validate import check_count, check_range
@@ -52,7 +52,7 @@ BOOKED = ("net", "pnl", "turnover", "unfilled")
 
 
 @runtime_checkable
-class Agent(Protocol):
+class BacktestAgent(Protocol):
     """A trained agent: SB3's `predict`, and a description of its environment."""
 
     @property
@@ -172,7 +172,7 @@ class BacktestResult:
 
 
 def backtest(
-    policy: Agent | Policy | Float,
+    policy: BacktestAgent | Policy | Float,
     bars: Bars,
     config: MarketConfig | None = None,
     *,
@@ -207,7 +207,7 @@ def backtest(
     check_count("delay", delay, low=0)
     check_range("noise", noise, low=0)
     feed = as_feed(feed)
-    if isinstance(policy, Agent):
+    if isinstance(policy, BacktestAgent):
         if policy.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it cannot be backtested on bars")
         task, usable, panel = agent_task(policy.spec, bars, config, dtype, Conditions(noise, seed, feed))
@@ -240,14 +240,14 @@ def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
     share = 100 * len(seen) / len(times)
     warnings.warn(
         f"in-sample: the agent was trained on {', '.join(symbols)} at {share:.3g} % of the times of these bars, "
-        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the figures "
-        "say nothing about skill. Use later bars",
+        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the results "
+        "are no evidence of skill. Use later bars",
         BarsWarning,
         stacklevel=3,
     )
 
 
-def _step_policy(agent: Agent) -> StepPolicy:
+def _step_policy(agent: BacktestAgent) -> StepPolicy:
     """The agent as it is asked bar by bar: by its `inference_policy` if it has one, else by `predict`."""
     make = getattr(agent, "inference_policy", None)
     return PredictPolicy(agent) if make is None else make()

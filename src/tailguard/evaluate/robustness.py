@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.evaluate.accounts import pooled, separate
-from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
+from tailguard.evaluate.backtest import BacktestAgent, BacktestResult, backtest
 from tailguard.evaluate.budget import Budget, BudgetCheck, check_budget
 from tailguard.evaluate.trades import FLAT
 from tailguard.experiment.feed import seen_bars
@@ -93,7 +93,7 @@ class Disturbance:
 
     name: str
     feed: Feed | None = None
-    agent: Agent | None = None
+    agent: BacktestAgent | None = None
     """The attacked agent; None for a feed."""
     attack: str = ""
     epsilon: float = math.nan
@@ -131,7 +131,7 @@ class DisturbedBacktests:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: BacktestAgent,
         bars: Bars,
         config: MarketConfig,
         budget: Budget | None = None,
@@ -161,7 +161,7 @@ class DisturbedBacktests:
             epsilon=case.epsilon,
         )
 
-    def _trade(self, agent: Agent, feed: Feed | None) -> BacktestResult:
+    def _trade(self, agent: BacktestAgent, feed: Feed | None) -> BacktestResult:
         trade = partial(backtest, delay=self.delay, noise=self.noise, progress_bar=False, warn_in_sample=False)
         return pooled([trade(agent, part, self.config, feed=feed) for part in self.parts])
 

@@ -246,14 +246,22 @@ class Smoothness:
 
 
 def _read_window(policy: ActorCritic, rows: AttackedRows) -> Tensor:
-    """The policy's parameters after reading the attacked window; episodes inside it are found by looking."""
+    """The policy's parameters after reading the attacked window; episodes inside it are found by looking.
+
+    With a shared trunk by one product for all heads, as the clean side is computed: in floating point another order of
+    operations is another number, and the change by no perturbation must be 0.
+    """
     features, _ = policy.each_trunk()[0].sequence(rows.moved, rows.state[0], rows.episode_start)
+    if policy.critic_trunks[0] == 0:
+        return policy.heads((features,)).dist_params
     params: Tensor = policy.action_head(features)
     return params
 
 
 def _read_values(policy: ActorCritic, rows: AttackedRows) -> Tensor:
-    outputs = policy.critic_heads(policy.critic_features(rows.moved, rows.state, rows.episode_start))
+    features = policy.critic_features(rows.moved, rows.state, rows.episode_start)
+    shared = policy.critic_trunks[0] == 0
+    outputs = policy.heads((features[0],)).critics if shared else policy.critic_heads(features)
     return torch.stack([output.value.squeeze(-1) for output in outputs]).mean(0)
 
 

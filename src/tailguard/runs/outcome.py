@@ -1,4 +1,4 @@
-"""What a run left behind, in words: its table of results, the verdict, and the agent that was trained."""
+"""The result of a run in words: its table, the verdict, and the agent that was trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tailguard.evaluate.summary import EvaluationSummary
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind."""
+    """Result of a run."""
 
     folder: Path
     agent: Learner | Ensemble
@@ -85,10 +85,9 @@ def describe_agent(agent: Learner) -> str:
     network = agent.config.network
     memory = "no memory" if network.memory == "none" else f"LSTM {network.lstm_size} ({network.memory})"
     critics = "twin critics" if network.twin_critics else "one critic"
-    spread = {"quantile": f"{network.quantiles} quantiles", "categorical": f"{network.atoms} atoms", "scalar": "scalar"}
     size = sum(parameter.numel() for parameter in agent.policy.parameters())
     return (
-        f"{memory} · {critics}, {spread[network.critic]} · {size:,} parameters · "
+        f"{memory} · {critics}, {network.critic_kind.describe(network)} · {size:,} parameters · "
         f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout · {describe_risk(agent)}"
     )
 
