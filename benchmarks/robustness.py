@@ -6,8 +6,8 @@
 
 Each agent acts deterministically: clean, under noise at the corners of the ball, under PGD on the size of its action's
 change (`pgd`), on its action's sign (`reverse`) and on its critic, and under an adversary that was trained against it
-(`direction`). The strongest attack is the one that leaves least, chosen for each agent; `reverse_1.5`, of one and a half
-times the size, is not among them. What an agent keeps is counted from what no skill earns: 0 in the market (no
+(`direction`). The strongest attack is the one that leaves least, chosen for each agent; `reverse_1.5`, of one and a
+half times the size, is not among them. What an agent keeps is counted from what no skill earns: 0 in the market (no
 trade), the return of random actions in Pendulum, 0 in InvertedPendulum.
 
 InvertedPendulum-v5 stands for the MuJoCo tasks: Hopper-v5 needs hours of a CPU for 8 seeds (`pip install mujoco`).
