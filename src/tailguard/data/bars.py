@@ -8,7 +8,10 @@ from typing import Literal
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from tailguard.data.calendars import Schedule
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.errors import BarsError
 
@@ -19,10 +22,17 @@ OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "fund
 Accounts = Literal["portfolio", "per_symbol"]
 
 
-def with_segments(frame: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
+def with_segments(frame: pl.DataFrame, schedule: Schedule) -> pl.DataFrame:
     """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol."""
-    starts = (pl.col("time").diff() != frequency) | (pl.col("symbol") != pl.col("symbol").shift())
-    return frame.with_columns(segment=starts.fill_null(False).cum_sum().cast(pl.Int32))
+    breaks = pl.Series(schedule.breaks(frame["time"].dt.epoch("ms").to_numpy()))
+    starts = breaks | (frame["symbol"] != frame["symbol"].shift()).fill_null(False)
+    return frame.with_columns(segment=starts.cum_sum().cast(pl.Int32))
+
+
+def held_times(time: NDArray[np.int64], segment: NDArray[np.int32], step: int) -> NDArray[np.int64]:
+    """Time from each bar's open to the next one's in its segment, ms; a segment's last bar lasts `step`, [R]."""
+    steps = np.diff(time, append=time[-1] + step)
+    return np.where(np.diff(segment, append=segment[-1] + 1) == 0, steps, step).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,13 @@ class Bars:
     """File or generator the bars came from, for messages."""
     first: datetime | None = None
     """Earlier bars only feed features (the lead-in of a split); None: every bar can be traded."""
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(self.frequency // timedelta(milliseconds=1))
 
     def __len__(self) -> int:
         """Number of rows, over all symbols."""
@@ -71,7 +88,12 @@ class Bars:
 
     def between(self, start: datetime, stop: datetime, lead_in: int = 0) -> Bars:
         """Bars with `start <= time < stop`, preceded by up to `lead_in` bars that only feed features."""
-        frame = self.frame.filter((pl.col("time") >= start - lead_in * self.frequency) & (pl.col("time") < stop))
+        begin = start - lead_in * self.frequency
+        if self.sessions is not None:
+            # Bars are counted where the market closes: a week of hours has far fewer bars.
+            before = self.frame["time"].filter(self.frame["time"] < start).unique().sort()
+            begin = before[-lead_in] if 0 < lead_in <= len(before) else before[0] if lead_in and len(before) else start
+        frame = self.frame.filter((pl.col("time") >= begin) & (pl.col("time") < stop))
         if frame.filter(pl.col("time") >= start).is_empty():
             earliest, latest = self.end_points
             raise BarsError(f"{self.source}: no bars from {start} to {stop}; they run from {earliest} to {latest}")
@@ -117,5 +139,7 @@ class Bars:
             tradeable=time >= first_ms,
             symbols=self.symbols,
             frequency_ms=step,
+            sessions=self.sessions,
+            held_ms=None if self.sessions is None else held_times(time, segment, step),
             funding=column("funding_rate") if "funding_rate" in frame.columns else None,
         )

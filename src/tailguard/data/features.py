@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Accounts, Bars
 from tailguard.data.indicators import ratio
 from tailguard.data.registry import FEATURES, Feature, FeatureError, feature, find_features
+from tailguard.data.session_columns import feature_frame, session_columns
 from tailguard.data.table import FeatureTable
 from tailguard.errors import ConfigError
 
@@ -44,7 +45,7 @@ Float = NDArray[np.float64]
 
 def available_features(bars: Bars) -> tuple[str, ...]:
     """Names of all registered features whose columns these bars have."""
-    columns = set(bars.frame.columns)
+    columns = {*bars.frame.columns, *session_columns(bars)}
     return tuple(name for name, entry in FEATURES.items() if columns.issuperset(entry.needs))
 
 
@@ -65,7 +66,7 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
         accounts: `portfolio` puts the symbols side by side, `per_symbol` one after the other, as in the panel.
     """
     chosen = _chosen(bars, names)
-    table = _evaluate(bars.frame, chosen)
+    table = _evaluate(feature_frame(bars), chosen)
     _check_defined(bars, table, chosen)
     symbols = bars.symbols
     side_by_side = accounts == "portfolio" and len(symbols) > 1
@@ -123,7 +124,7 @@ def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int
     and without the later bars. No value at or before the picked bar may differ. Returns the first leak of each feature.
     """
     chosen = _chosen(bars, names)
-    frame = bars.frame
+    frame = feature_frame(bars)
     truth = _evaluate(frame, chosen)
     position = pl.int_range(pl.len()).over("segment")
     # A cut inside a warm-up, or with nothing after it in its stretch, would compare nothing.
@@ -145,9 +146,10 @@ def _chosen(bars: Bars, names: Sequence[str] | None) -> tuple[Feature, ...]:
     if isinstance(names, str):
         raise ConfigError(f"names={names!r} must be a list of feature names: [{names!r}]")
     chosen = find_features(available_features(bars) if names is None else names)
+    there = {*bars.frame.columns, *session_columns(bars)}
     for entry in chosen:
         for column in entry.needs:
-            if column not in bars.frame.columns:
+            if column not in there:
                 hint = "" if column in OPTIONAL else ". A prepared market keeps no columns beyond those of bars"
                 raise ConfigError(
                     f"feature {entry.name!r} needs the column {column!r}, which {bars.source} does not have{hint}"
@@ -276,6 +278,10 @@ def _reference_frame(count: int, needs: Sequence[str] = ()) -> pl.DataFrame:
                 name: np.modf(step * np.sqrt(17.0 + place))[0] - 0.5
                 for place, name in enumerate(name for name in needs if name not in OPTIONAL)
             },
+            # Sessions of seven bars; every fifth follows a weekend.
+            "session_start": (step % 7 == 0).astype(np.float64),
+            "session_bar": step % 7,
+            "closed_hours": np.where(step // 7 % 5 == 0, 65.0, 17.0),
         },
         schema_overrides={"time": TIME_TYPE},
     )

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
+
 Float = NDArray[np.float64]
 
 
@@ -40,6 +42,12 @@ class Panel:
     funding: Float | None = None
     """Funding rate per eight hours in force during the bar, [R, A]; longs pay it when positive. None: not observed."""
 
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+    held_ms: NDArray[np.int64] | None = None
+    """Time from each bar's open to the next one's, nights, weekends and holidays included, [R]; None: always
+    `frequency_ms`. A position that is held at the close pays interest for all of it."""
+
     @property
     def rows(self) -> int:
         return int(self.open.shape[0])
@@ -49,8 +57,20 @@ class Panel:
         return int(self.open.shape[1])
 
     @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(self.frequency_ms)
+
+    @property
     def bars_per_year(self) -> float:
-        return 365.25 * 86_400_000 / self.frequency_ms
+        return self.pace.per_year
+
+    @property
+    def session_ends(self) -> NDArray[np.bool_]:
+        """Last bars before a closure, [R]; where there are none, as around the clock, all False."""
+        if self.held_ms is None:
+            return np.zeros(self.rows, bool)
+        return np.asarray(self.held_ms > self.frequency_ms)
 
     def rows_between(self, start: int, stop: int) -> Panel:
         """The rows from `start` up to, not including, `stop`."""

@@ -77,12 +77,19 @@ def ready_report(
     embargo: Size,
     episode_length: int,
     funding_rate: float,
+    uses_volume: bool = True,
 ) -> Report:
-    """`report` with checks for training on these bars, with these settings and all features."""
-    checks = [check_training(bars, validation, test, embargo, episode_length), check_fills(bars)]
+    """`report` with checks for training on these bars, with these settings and all features.
+
+    `uses_volume`: whether orders are limited or priced by the bars' volume.
+    """
+    checks = [check_training(bars, validation, test, embargo, episode_length)]
+    if uses_volume:
+        checks.append(check_fills(bars))
     if len(bars.symbols) > 1:
         checks.append(check_history(bars))
-    notes = () if "funding_rate" in bars.frame.columns else (funding_note(funding_rate),)
+    assumed = funding_rate > 0 and "funding_rate" not in bars.frame.columns
+    notes = (funding_note(funding_rate),) if assumed else ()
     return replace(report, checks=(*report.checks, *checks), notes=(*report.notes, *notes))
 
 
@@ -143,5 +150,5 @@ def funding_note(rate: float) -> str:
     yearly = 3 * 365.25 * rate
     return (
         f"no funding rates in the bars: every position, long or short, is charged {rate:g} of its value every 8 hours, "
-        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.funding_rate=0"
+        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.preset=crypto_spot"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, Bars, with_segments
+from tailguard.data.calendars import AUTO, CalendarSource
 from tailguard.data.checks import Gaps
 from tailguard.data.columns import (
     column_label,
@@ -19,6 +20,7 @@ from tailguard.data.columns import (
     symbol_column,
     symbol_of,
 )
+from tailguard.data.corporate_actions import Adjust, adjusted
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
@@ -48,8 +50,11 @@ def load_bars(
     *,
     symbol: str | None = None,
     frequency: str | None = None,
+    calendar: CalendarSource = AUTO,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
+    adjust: Adjust = "none",
+    events: Frame | Paths | None = None,
     validate: bool = True,
 ) -> Bars:
     """Read bars and check them.
@@ -59,10 +64,16 @@ def load_bars(
             or a pandas or Polars frame with the same columns. Times without a zone are UTC.
         symbol: the symbol to select if there are several, or its name if the files do not give one.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
+        calendar: when the market trades: "24/7"; "auto", inferred from the bars; "fx"; a name of exchange_calendars
+            like "XNYS"; a list of sessions, each a date or a pair of datetimes, open and close; or a .csv or .parquet
+            file of them. Bars are missing only where the calendar has them.
         gaps: "error" refuses missing bars; "split" keeps the bars and starts a new segment after each gap, which
             no episode crosses.
         volume_unit: "quote" says that the volume column counts quote units (dollars); it is divided by each bar's
             typical price, (high + low + close) / 3.
+        adjust: "splits", "dividends" or "all": prices and volumes before them are adjusted, from the columns dividend
+            and split of the bars or from `events`. "none": the prices are used as they are.
+        events: a file or frame with the columns date, dividend, split and, for several symbols, symbol.
         validate: False checks the times only, not prices and volumes.
 
     Raises:
@@ -71,8 +82,15 @@ def load_bars(
     Warns:
         BarsWarning: the bars are usable and look suspicious.
     """
-    source = read_source(path, symbol=symbol)
-    report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit, times_only=not validate)
+    source = with_adjusted(read_source(path, symbol=symbol), adjust, events)
+    report = check_source(
+        source,
+        frequency=frequency,
+        calendar=calendar,
+        gaps=gaps,
+        volume_unit=volume_unit,
+        times_only=not validate,
+    )
     if report.errors:
         raise BarsError(error_message(report))
     if source.dropped:
@@ -91,13 +109,23 @@ def bars_of(source: Source, report: Report, volume_unit: VolumeUnit = "base") ->
     frame = source.frame.drop("file", "row", "unreadable")
     if volume_unit == "quote":
         frame = frame.with_columns(pl.col("volume") / typical_price())
-    return Bars(with_segments(frame, report.frequency), report.frequency, source.name)
+    schedule = report.schedule
+    assert schedule is not None  # every check needs one
+    sessions = schedule.pace if schedule.has_sessions else None
+    return Bars(with_segments(frame, schedule), report.frequency, source.name, sessions=sessions)
+
+
+def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
+    """The source with its prices adjusted; see `load_bars`."""
+    frame = adjusted(source.frame, source.name, adjust, events)
+    return source if frame is source.frame else replace(source, frame=frame)
 
 
 def check_source(
     source: Source,
     *,
     frequency: str | None = None,
+    calendar: CalendarSource = AUTO,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
@@ -107,6 +135,7 @@ def check_source(
         source.frame.drop(source.extra),
         source.name,
         frequency=parse_frequency(frequency) if frequency else None,
+        calendar=calendar,
         gaps=gaps,
         volume_unit=volume_unit,
         times_only=times_only,

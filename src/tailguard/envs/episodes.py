@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tailguard import market as simulator
+from tailguard.data.panel import Panel
 from tailguard.envs.shield import Shield
+from tailguard.errors import ConfigError
 from tailguard.market import Market, MarketState, Transition
 from tailguard.market.state import where as market_where
 
@@ -74,6 +76,9 @@ class TradingTask:
     shield: Shield | None = None
     volatility_factors: Tensor | None = None
     """Factor on each asset's weight by recent volatility, [R, A] float32; None: no scaling."""
+    flat_rows: Tensor | None = None
+    """Rows at whose close all positions are sold: the next bar is the last of its session, [R] bool; None: positions
+    are carried over nights and weekends."""
 
     @property
     def observation_names(self) -> tuple[str, ...]:
@@ -133,6 +138,8 @@ class TradingTask:
         weights = self.to_weights(action)
         if self.volatility_factors is not None:
             weights = weights * self.volatility_factors.index_select(0, state.market.row)
+        if self.flat_rows is not None:
+            weights = weights.masked_fill(self.flat_rows.index_select(0, state.market.row).unsqueeze(1), 0)
         if self.shield is None:
             return weights, torch.zeros_like(state.age, dtype=torch.bool)
         return self.shield.apply(weights, state.market.equity, state.start_equity)
@@ -157,6 +164,19 @@ class TradingTask:
         else:
             reward = transition.net * (state.market.equity / state.start_equity)
         return reward.float()
+
+
+def rows_before_session_ends(panel: Panel) -> Tensor:
+    """Rows at whose close an account that is flat by the close sells everything, [R] bool.
+
+    Orders fill at the next open, so positions are sold at the open of the session's last bar and never carried over a
+    closure. What the volume cap leaves unfilled is carried.
+    """
+    if panel.sessions is None or panel.sessions.per_day <= 1:
+        kind = "trades around the clock" if panel.sessions is None else "has daily bars"
+        raise ConfigError(f"flat_by_close: {', '.join(panel.symbols)} {kind}, so there is no close to be flat by")
+    ends = torch.from_numpy(panel.session_ends)
+    return torch.cat((ends[1:], ends.new_zeros(1)))
 
 
 def episode_starts(task_rows: Tensor, usable: Tensor, segment: Tensor, episode_length: int) -> Tensor:

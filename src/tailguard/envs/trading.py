@@ -11,7 +11,15 @@ from torch import Tensor
 
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
-from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
+from tailguard.envs.episodes import (
+    REWARDS,
+    EpisodeState,
+    Reward,
+    TradingTask,
+    episode_starts,
+    rows_before_session_ends,
+    where,
+)
 from tailguard.envs.mapped_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.shield import Shield
@@ -48,6 +56,7 @@ class TradingEnv:
     `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
     `volatility_half_life`: bars; weights are scaled down where recent volatility, weighted with this half-life, exceeds
         its median over these bars. 0: off.
+    `flat_by_close`: sell everything at the open of each session's last bar, so that nothing is carried over a closure.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -69,6 +78,7 @@ class TradingEnv:
         reward: Reward = "log",
         shield: Shield | None = None,
         volatility_half_life: int = 0,
+        flat_by_close: bool = False,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -97,6 +107,7 @@ class TradingEnv:
             reward=reward,
             shield=shield,
             volatility_factors=volatility_factors(self.volatility, prepared.panel, self.device),
+            flat_rows=rows_before_session_ends(prepared.panel).to(self.device) if flat_by_close else None,
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
-from tailguard.config import RunConfig, to_dict
+from tailguard.config import DataConfig, RunConfig, to_dict
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 BOUND = (
-    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
+    *(
+        "data.symbols",
+        "data.calendar",
+        "data.gaps",
+        "data.volume_unit",
+        "data.adjust",
+        "data.events",
+        "data.validation",
+        "data.test",
+        "data.embargo",
+    ),
     *("data.features", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
@@ -86,8 +96,20 @@ def load_market(config: RunConfig) -> Market:
         return Market(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
         return Market(open_market(data.path))
-    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return Market(bars.select(*data.symbols) if data.symbols else bars)
+    return Market(read_bars(data.path, data))
+
+
+def read_bars(path: str | Path, data: DataConfig) -> Bars:
+    """The bars of a file or folder under these settings, of the symbols that they name."""
+    bars = load_bars(
+        path,
+        calendar=data.calendar,
+        gaps=data.gaps,
+        volume_unit=data.volume_unit,
+        adjust=data.adjust,
+        events=data.events,
+    )
+    return bars.select(*data.symbols) if data.symbols else bars
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -136,6 +158,7 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         reward=config.env.reward,
         shield=config.env.shield,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
+        flat_by_close=config.env.flat_by_close,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )

@@ -94,7 +94,7 @@ class Validation:
             raise ConfigError("this agent was not trained on a TradingEnv, so it has no validation bars")
         self.parts = episodes_on(agent.spec, bars)
         self.length = agent.spec.episode_length
-        self.bars_per_year = 365.25 * 86_400_000 / agent.spec.frequency_ms
+        self.bars_per_year = agent.spec.pace.per_year
 
     @property
     def episodes(self) -> int:
