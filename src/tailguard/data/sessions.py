@@ -43,7 +43,7 @@ def check_sessions(bars: pl.DataFrame, schedule: Schedule) -> Check:
     if closed is None:
         return Check("sessions", "ok", schedule.describe())
     frequency = timedelta(milliseconds=schedule.step)
-    found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
+    gaps = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
         pl.col("step") >= 2 * frequency
     )
 
@@ -55,12 +55,12 @@ def check_sessions(bars: pl.DataFrame, schedule: Schedule) -> Check:
     return judge(
         "sessions",
         "trades around the clock",
-        found,
+        gaps,
         describe,
         noun="gap",
         fault="in which the market is closed",
         remedy=(
-            f"This market trades in sessions: {found.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
+            f"This market trades in sessions: {gaps.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
             f"and there is no bar on {closed}. Under the calendar 24/7 every metric would be wrong: positions would be "
             "closed before every gap, overnight and weekend moves would be lost, and returns would be annualised as if "
             "the market traded 24 hours on 365 days. Name its calendar: data.calendar=auto, or XNYS, CMES, fx, …"
