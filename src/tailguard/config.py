@@ -59,6 +59,8 @@ class DataConfig:
     """Adjust prices for splits, dividends or both, from columns of the bars or from events; none: as they are."""
     events: str | None = None
     """File of dividends and splits: the columns date, dividend, split and symbol; null: columns of the bars."""
+    published: str | None = None
+    """File of further values for features, with their publication times in a column `published`; null: none."""
     validation: float | str = 0.15
     """Size of the validation part: a fraction, or a duration like 180d."""
     test: float | str = 0.15

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from tailguard.data.columns import is_time_name
+from tailguard.data.layouts import rows_of_levels, rows_of_wide
 from tailguard.errors import BarsError
 
 Frame = Any
@@ -25,11 +26,15 @@ def frame_name(data: Frame) -> str:
 def read_frame(data: Frame) -> pl.DataFrame:
     """The frame's columns; the index of a pandas frame is a column like the others."""
     if isinstance(data, pl.LazyFrame):
-        return data.collect()
+        return rows_of_wide(data.collect())
     if isinstance(data, pl.DataFrame):
-        return data
+        return rows_of_wide(data)
     columns = data.columns
     if columns.nlevels > 1:
+        levels = {tuple(map(str, name)): _series(str(name), data[name]) for name in columns}
+        rows = rows_of_levels(levels, _index(data))
+        if rows is not None:
+            return rows
         raise BarsError(
             f"pandas frame: its columns have {columns.nlevels} levels, like {columns[0]!r}. Choose one symbol, as in "
             "frame.xs('BTC-USD', axis=1, level=1), or bring the symbols into a column `symbol`"
@@ -41,7 +46,7 @@ def read_frame(data: Frame) -> pl.DataFrame:
         if name in series:
             raise BarsError(f"pandas frame: its index and a column are both named {name!r}; rename or drop one")
         series[name] = level
-    return pl.DataFrame(series)
+    return rows_of_wide(pl.DataFrame(series))
 
 
 def _is_pandas(data: object) -> bool:

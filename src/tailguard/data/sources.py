@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import reduce
 
 import polars as pl
@@ -43,6 +44,18 @@ class Source:
     """Other columns that are not bars' fields."""
     dropped: tuple[str, ...]
     """Optional fields that only some of the files have; they are dropped."""
+    filled: tuple[str, ...] = ()
+    """Fields that some of the files do not have: volume is 0 there, and all prices are the close."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know about the fields that were filled in."""
+        closes = "closes only: open, high and low are the close, so orders fill at the next close"
+        volume = (
+            "no volume: orders cannot be limited or priced by it; trade with market.participation=inf and "
+            "market.impact=0"
+        )
+        return (*([closes] if "open" in self.filled else []), *([volume] if "volume" in self.filled else []))
 
 
 def load_bars(
@@ -131,7 +144,7 @@ def check_source(
     times_only: bool = False,
 ) -> Report:
     """Run every check, errors and warnings together; see `load_bars` for the arguments."""
-    return validate_frame(
+    report = validate_frame(
         source.frame.drop(source.extra),
         source.name,
         frequency=parse_frequency(frequency) if frequency else None,
@@ -142,6 +155,7 @@ def check_source(
         ignored=(*map(column_label, source.ignored), *(f"{name} (not in every file)" for name in source.dropped)),
         extra=source.extra,
     )
+    return replace(report, notes=(*report.notes, *source.notes))
 
 
 def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
@@ -168,7 +182,8 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
         begins = pl.col("time").drop_nulls().first().over("symbol", "file")
         frame = frame.sort("symbol", begins, maintain_order=True)
     ignored = dict.fromkeys(column for table in tables for column in table.ignored if column not in extra)
-    return Source(name, frame, extra, tuple(ignored), dropped)
+    filled = tuple(field for field in REQUIRED if any(field in table.filled for table in tables))
+    return Source(name, frame, extra, tuple(ignored), dropped, filled)
 
 
 @dataclass(frozen=True)
@@ -181,6 +196,8 @@ class Table:
     ignored: tuple[str, ...]
     """All columns that are not bars' fields."""
     names_symbols: bool
+    filled: tuple[str, ...] = ()
+    """Fields that the table does not have."""
 
     @staticmethod
     def of(raw: pl.DataFrame, path: str, symbol: str, first_row: int = 1) -> Table:
@@ -198,6 +215,8 @@ class Table:
                 f"{raw[fields['time']][0]!r}); write ISO like 2021-02-13 09:00, or seconds or milliseconds since 1970"
             )
         unreadable = _unreadable(raw, fields, columns)
+        for name in recognised.filled:
+            columns[name] = columns["close"] * 0.0 if name == "volume" else columns["close"]
         extra = extra_columns(raw, recognised.ignored)
         columns |= extra
         symbols = raw[fields["symbol"]].cast(pl.String) if "symbol" in fields else pl.lit(symbol)
@@ -208,7 +227,13 @@ class Table:
             symbol=symbols,
             **{name: pl.col(name) for name in columns},
         )
-        return Table(frame, tuple(extra), recognised.ignored, "symbol" in fields)
+        return Table(newest_last(frame), tuple(extra), recognised.ignored, "symbol" in fields, recognised.filled)
+
+
+def newest_last(frame: pl.DataFrame) -> pl.DataFrame:
+    """The rows in reverse where every symbol's newest come first, as some vendors write them; else as they are."""
+    falls = frame.select((pl.col("time").diff() < timedelta(0)).over("symbol").drop_nulls()).to_series()
+    return frame.reverse() if len(falls) and falls.all() else frame
 
 
 def table_symbol(raw: pl.DataFrame, otherwise: str) -> str:

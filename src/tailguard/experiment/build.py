@@ -11,6 +11,7 @@ from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
 from tailguard.config import DataConfig, RunConfig, to_dict
 from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
@@ -109,7 +110,8 @@ def read_bars(path: str | Path, data: DataConfig) -> Bars:
         adjust=data.adjust,
         events=data.events,
     )
-    return bars.select(*data.symbols) if data.symbols else bars
+    bars = bars.select(*data.symbols) if data.symbols else bars
+    return bars if data.published is None else with_published(bars, data.published)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
