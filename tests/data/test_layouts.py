@@ -89,7 +89,7 @@ def test_twenty_stocks_of_skfolio_are_read_as_they_come() -> None:
 
 
 def test_a_table_without_closes_is_not_taken_for_a_wide_one() -> None:
-    with pytest.raises(BarsError, match="no column for open.*close"):
+    with pytest.raises(BarsError, match=r"no column for open.*close"):
         tg.load_bars(pl.DataFrame({"time": list(DAYS), "price": np.arange(60.0), "size": np.ones(60)}))
 
 
@@ -97,13 +97,15 @@ FORMS = {
     "databento.csv": "ts_event,rtype,publisher_id,instrument_id,open,high,low,close,volume,symbol\n"
     "2021-01-04T00:00:00.000000000Z,35,1,5482,1.0,2.0,0.5,1.5,10,ES\n"
     "2021-01-05T00:00:00.000000000Z,35,1,5482,1.5,2.5,1.0,2.0,11,ES\n",
-    "yahoo.csv": "Date,Open,High,Low,Close,Adj Close,Volume\n2021-01-04,1,2,0.5,1.5,1.4,10\n2021-01-05,1.5,2.5,1,2,1.9,11\n",
+    "yahoo.csv": "Date,Open,High,Low,Close,Adj Close,Volume\n"
+    "2021-01-04,1,2,0.5,1.5,1.4,10\n2021-01-05,1.5,2.5,1,2,1.9,11\n",
     "metatrader.csv": "<DATE>\t<TIME>\t<OPEN>\t<HIGH>\t<LOW>\t<CLOSE>\t<TICKVOL>\t<VOL>\t<SPREAD>\n"
     "2021.01.04\t00:00:00\t1\t2\t0.5\t1.5\t7\t10\t1\n2021.01.05\t00:00:00\t1.5\t2.5\t1\t2\t8\t11\t1\n",
     "stooq.csv": "<TICKER>,<PER>,<DATE>,<TIME>,<OPEN>,<HIGH>,<LOW>,<CLOSE>,<VOL>,<OPENINT>\n"
     "AAPL.US,D,20210104,000000,1,2,0.5,1.5,10,0\nAAPL.US,D,20210105,000000,1.5,2.5,1,2,11,0\n",
     "polygon.csv": "t,o,h,l,c,v,n,vw\n1609718400000,1,2,0.5,1.5,10,3,1.2\n1609804800000,1.5,2.5,1,2,11,4,1.7\n",
-    "american.csv": "Date,Close/Last,Volume,Open,High,Low\n01/13/2021,$2.00,11,$1.5,$2.5,$1\n01/12/2021,$1.50,10,$1,$2,$0.5\n",
+    "american.csv": "Date,Close/Last,Volume,Open,High,Low\n"
+    "01/13/2021,$2.00,11,$1.5,$2.5,$1\n01/12/2021,$1.50,10,$1,$2,$0.5\n",
 }
 
 

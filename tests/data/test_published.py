@@ -23,11 +23,7 @@ def bars(symbols: tuple[str, ...] = ("A",), count: int = 48) -> tg.Bars:
         pl.DataFrame({"symbol": symbol, "time": [START + hour * HOUR for hour in range(count)], "close": close})
         for symbol in symbols
     ]
-    return tg.load_bars(
-        pl.concat(frames).with_columns(
-            *(pl.col("close").alias(name) for name in ("open", "high", "low")), volume=pl.lit(1e6)
-        )
-    )
+    return tg.load_bars(pl.concat(frames))
 
 
 def releases() -> pl.DataFrame:
@@ -45,12 +41,8 @@ def test_a_value_is_known_from_the_first_close_after_its_publication() -> None:
 
 
 def test_values_of_symbols_stay_with_them_and_files_are_read_too(tmp_path: Path) -> None:
-    table = pl.concat(
-        [
-            releases().with_columns(ticker=pl.lit("A")),
-            releases().with_columns(pl.col("surprise") * 10, ticker=pl.lit("B")),
-        ]
-    )
+    tenfold = releases().with_columns(pl.col("surprise") * 10, ticker=pl.lit("B"))
+    table = pl.concat([releases().with_columns(ticker=pl.lit("A")), tenfold])
     path = tmp_path / "surprise.csv"
     table.write_csv(path)
     for given in (table, path):
