@@ -34,7 +34,7 @@ Select = Literal["auto", "best", "last"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
-TABLES = ("market.per_symbol",)
+TABLES = ("market.per_symbol", "data.delistings")
 """Settings that are tables by names of the user's choice."""
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
@@ -51,6 +51,11 @@ class DataConfig:
     calendar: str = "auto"
     """When the market trades: 24/7, auto (inferred from the bars), fx, a name of exchange_calendars like XNYS, or a
     .csv or .parquet file of sessions. Annualisation, durations and missing bars follow it."""
+    universe: Literal["common", "ragged"] = "common"
+    """Several symbols in one account: common trades the times that all have; in ragged ones members are listed, halted
+    and delisted, and weights of absent ones are 0."""
+    delistings: dict[str, float] = field(default_factory=dict, hash=False)
+    """Price of a symbol after its last bar in a ragged universe, as {ENRON: 0.26}; else its last close."""
     gaps: Literal["error", "split"] = "error"
     """Missing bars: an error, or a split into segments, so that no episode crosses a gap."""
     volume_unit: Literal["base", "quote"] = "base"
@@ -76,6 +81,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.gaps", self.gaps, ("error", "split"))
+        check_choice("data.universe", self.universe, ("common", "ragged"))
         check_choice("data.adjust", self.adjust, ("none", "splits", "dividends", "all"))
         check_choice("data.volume_unit", self.volume_unit, ("base", "quote"))
         check_count("data.synthetic_bars", self.synthetic_bars, low=1_000)

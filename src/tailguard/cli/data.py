@@ -40,6 +40,9 @@ def data_check(
     events: Annotated[
         Path | None, typer.Option(help="File of dividends and splits; default: columns of the bars.")
     ] = None,
+    universe: Annotated[
+        Literal["common", "ragged"], typer.Option(help="Times that all symbols have, or members that come and go.")
+    ] = "common",
     preset: Annotated[
         str, typer.Option(help="Kind of market: crypto_perpetual, crypto_spot, equity, futures or fx.")
     ] = "crypto_perpetual",
@@ -69,12 +72,14 @@ def data_check(
         return
     market = MarketConfig.for_market(preset)  # type: ignore[arg-type]  # it refuses other names
     source = with_adjusted(read_source(files if len(files) > 1 else files[0], symbol=symbol), adjust, events)
-    report = check_source(source, frequency=frequency, calendar=calendar, gaps=gaps, volume_unit=volume_unit)
+    report = check_source(
+        source, frequency=frequency, calendar=calendar, gaps=gaps, volume_unit=volume_unit, universe=universe
+    )
     if not report.errors:
         run = RunConfig()
         report = ready_report(
             report,
-            bars_of(source, report, volume_unit),
+            bars_of(source, report, volume_unit, universe),
             validation=run.data.validation,
             test=run.data.test,
             embargo=run.data.embargo,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tailguard.data.calendars import Schedule
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
+from tailguard.data.universe import Rows, Universe, ragged_prices, ragged_segments
 from tailguard.errors import BarsError
 
 TIME_TYPE = pl.Datetime("ms", "UTC")
@@ -22,8 +23,13 @@ OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "fund
 Accounts = Literal["portfolio", "per_symbol"]
 
 
-def with_segments(frame: pl.DataFrame, schedule: Schedule) -> pl.DataFrame:
-    """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol."""
+def with_segments(frame: pl.DataFrame, schedule: Schedule, ragged: bool = False) -> pl.DataFrame:
+    """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol.
+
+    `ragged`: only bars that no symbol has are a gap.
+    """
+    if ragged:
+        return frame.with_columns(ragged_segments(frame, schedule))
     breaks = pl.Series(schedule.breaks(frame["time"].dt.epoch("ms").to_numpy()))
     starts = breaks | (frame["symbol"] != frame["symbol"].shift()).fill_null(False)
     return frame.with_columns(segment=starts.cum_sum().cast(pl.Int32))
@@ -52,6 +58,8 @@ class Bars:
     """Earlier bars only feed features (the lead-in of a split); None: every bar can be traded."""
     sessions: Pace | None = None
     """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+    universe: Universe | None = None
+    """Lives of the symbols where members of a portfolio come and go; None: it trades the times that all have."""
 
     @property
     def pace(self) -> Pace:
@@ -64,6 +72,8 @@ class Bars:
 
     @property
     def symbols(self) -> tuple[str, ...]:
+        if self.universe is not None:
+            return self.universe.symbols
         return tuple(self.frame["symbol"].unique(maintain_order=True))
 
     @property
@@ -84,7 +94,8 @@ class Bars:
         for symbol in symbols:
             if symbol not in self.symbols:
                 raise BarsError(f"{self.source}: no symbol {symbol!r}; there are {', '.join(self.symbols)}")
-        return replace(self, frame=self.frame.filter(pl.col("symbol").is_in(list(symbols))))
+        universe = None if self.universe is None else self.universe.select(symbols)
+        return replace(self, frame=self.frame.filter(pl.col("symbol").is_in(list(symbols))), universe=universe)
 
     def between(self, start: datetime, stop: datetime, lead_in: int = 0) -> Bars:
         """Bars with `start <= time < stop`, preceded by up to `lead_in` bars that only feed features."""
@@ -102,9 +113,12 @@ class Bars:
     def panel(self, accounts: Accounts = "portfolio") -> Panel:
         """The arrays a simulator runs on.
 
-        `portfolio`: all symbols in one account, on the times that every symbol has. `per_symbol`: one account a symbol.
+        `portfolio`: all symbols in one account, on the times that every symbol has, or that any has in a ragged
+        universe. `per_symbol`: one account a symbol.
         """
         frame = self.frame
+        if accounts == "portfolio" and self.universe is not None:
+            return self._ragged_panel()
         if accounts == "portfolio" and len(self.symbols) > 1:
             times = frame.group_by("time").len().filter(pl.col("len") == len(self.symbols)).select("time")
             frame = frame.join(times, on="time", how="semi").sort("symbol", "time", maintain_order=True)
@@ -142,4 +156,34 @@ class Bars:
             sessions=self.sessions,
             held_ms=None if self.sessions is None else held_times(time, segment, step),
             funding=column("funding_rate") if "funding_rate" in frame.columns else None,
+        )
+
+    def _ragged_panel(self) -> Panel:
+        rows = Rows.of(self)
+        step = self.frequency // timedelta(milliseconds=1)
+        marks = np.full(rows.listed.shape, -1, np.int64)
+        segments = self.frame["segment"].to_numpy()
+        ends = np.cumsum(rows.counts)
+        for asset, (place, end) in enumerate(zip(rows.places, ends, strict=True)):
+            marks[place, asset] = segments[end - len(place) : end]
+        # A symbol's segment changes only at gaps that all symbols share.
+        breaks = np.zeros(len(rows.time), bool)
+        for asset, place in enumerate(rows.places):
+            breaks[place[1:][np.diff(marks[place, asset]) != 0]] = True
+        segment = np.cumsum(breaks).astype(np.int32)
+        funding = None
+        if "funding_rate" in self.frame.columns:
+            funding = np.nan_to_num(rows.spread(self.frame["funding_rate"].to_numpy(), rows.counts))
+        return Panel(
+            time=rows.time,
+            **ragged_prices(self, rows),
+            segment=segment,
+            tradeable=rows.time >= int(self.start.timestamp() * 1000),
+            symbols=self.symbols,
+            frequency_ms=step,
+            sessions=self.sessions,
+            held_ms=None if self.sessions is None else held_times(rows.time, segment, step),
+            funding=funding,
+            listed=rows.listed,
+            halted=rows.listed & ~rows.present,
         )

@@ -19,6 +19,7 @@ from tailguard.data.checks import (
 )
 from tailguard.data.findings import Check, Report, Span, merge, skipped
 from tailguard.data.suspicions import check_empty, check_spikes, check_stale
+from tailguard.data.universe import shared_gaps
 from tailguard.data.volume_unit import VolumeUnit, check_volume_unit
 from tailguard.errors import BarsError
 
@@ -33,6 +34,7 @@ def validate(
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
+    ragged: bool = False,
     ignored: Sequence[str] = (),
     extra: Sequence[str] = (),
 ) -> Report:
@@ -49,17 +51,20 @@ def validate(
     if schedule is None:
         times = (part["time"].drop_nulls().dt.epoch("ms").to_numpy() for part in parts)
         schedule = schedule_of(calendar, times, pace // timedelta(milliseconds=1))
-    outcomes = [_check_symbol(part, schedule, gaps, volume_unit, times_only) for part in parts]
+    known = [part["time"].drop_nulls().dt.epoch("ms").to_numpy() for part in parts]
+    holes = shared_gaps(known, schedule) if ragged else schedule
+    outcomes = [_check_symbol(part, schedule, holes, gaps, volume_unit, times_only) for part in parts]
     checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
     spans = tuple(_span(part, schedule) for part in parts)
     return Report(source, pace, spans, checks, tuple(ignored), tuple(extra), schedule=schedule)
 
 
 def _check_symbol(
-    bars: pl.DataFrame, schedule: Schedule, gaps: Gaps, volume_unit: VolumeUnit, times_only: bool
+    bars: pl.DataFrame, schedule: Schedule, holes: Schedule, gaps: Gaps, volume_unit: VolumeUnit, times_only: bool
 ) -> list[Check]:
+    """`holes`: the schedule that says which bars are missing."""
     frequency = timedelta(milliseconds=schedule.step)
-    times = check_times(bars, schedule, gaps)
+    times = check_times(bars, schedule, gaps, holes)
     if times_only:
         return [check_values(bars.select("file", "row", "unreadable", "symbol", "time")), *times]
     checks = [check_values(bars), *times, check_prices(bars), check_ranges(bars), check_volume(bars)]
@@ -68,9 +73,9 @@ def _check_symbol(
     return [
         *checks,
         check_volume_unit(bars, frequency, volume_unit),
-        check_stale(bars, schedule),
+        check_stale(bars, holes),
         check_empty(bars),
-        *check_spikes(bars, schedule),
+        *check_spikes(bars, holes),
     ]
 
 

@@ -249,15 +249,18 @@ def check_volume(bars: pl.DataFrame) -> Check:
     )
 
 
-def check_times(bars: pl.DataFrame, schedule: Schedule, gaps: Gaps) -> list[Check]:
-    """The checks that the times of one symbol must pass before its bars can be used."""
+def check_times(bars: pl.DataFrame, schedule: Schedule, gaps: Gaps, holes: Schedule | None = None) -> list[Check]:
+    """The checks that the times of one symbol must pass before its bars can be used.
+
+    `holes`: the schedule that says which bars are missing, where it is another.
+    """
     frequency = timedelta(milliseconds=schedule.step)
     checks = [check_order(bars), check_duplicates(bars)]
     if any(check.level == "error" for check in checks):
         return [*checks, skipped("frequency"), skipped("gaps"), skipped("sessions")]
     common = most_common_step(bars["time"]) or frequency
     sessions = check_sessions(bars, schedule if common == frequency else around_the_clock(common))
-    missing = check_gaps(bars, schedule, gaps) if common == frequency else skipped("gaps")
+    missing = check_gaps(bars, holes or schedule, gaps) if common == frequency else skipped("gaps")
     if sessions.level == "error":
         missing = Check("gaps", "skipped", "those of the sessions")
     if schedule.has_sessions and common == frequency:

@@ -24,6 +24,7 @@ from tailguard.data.indicators import ratio
 from tailguard.data.registry import FEATURES, Feature, FeatureError, feature, find_features
 from tailguard.data.session_columns import feature_frame, session_columns
 from tailguard.data.table import FeatureTable
+from tailguard.data.universe import Rows, carried_forward
 from tailguard.errors import ConfigError
 
 __all__ = [
@@ -68,6 +69,8 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
     chosen = _chosen(bars, names)
     table = _evaluate(feature_frame(bars), chosen)
     _check_defined(bars, table, chosen)
+    if accounts == "portfolio" and bars.universe is not None:
+        return _ragged_table(bars, table, chosen)
     symbols = bars.symbols
     side_by_side = accounts == "portfolio" and len(symbols) > 1
     if side_by_side:
@@ -91,8 +94,39 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
     return FeatureTable(values, tuple(labels), valid, definitions)
 
 
+def _ragged_table(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -> FeatureTable:
+    """Features on the rows of a ragged panel: the last known ones in a halt, NaN where a symbol is not listed."""
+    rows = Rows.of(bars)
+    local = [entry for entry in chosen if not entry.market_wide]
+    shared = [entry for entry in chosen if entry.market_wide]
+    wide = {}
+    for entry in local:
+        values = rows.spread(table[entry.name].to_numpy(), rows.counts)
+        wide[entry.name] = np.where(rows.listed, carried_forward(values), np.nan)
+    columns = [wide[entry.name][:, asset] for asset in range(len(bars.symbols)) for entry in local]
+    for entry in shared:
+        # The same for every symbol that has a bar: the first of them.
+        values = rows.spread(table[entry.name].to_numpy(), rows.counts)
+        place = np.isfinite(values).argmax(axis=1)
+        columns.append(np.take_along_axis(values, place[:, None], axis=1)[:, 0])
+    labels = [f"{entry.name}:{symbol}" for symbol in bars.symbols for entry in local]
+    entries = [*(entry for _ in bars.symbols for entry in local), *shared]
+    available = rows.listed & np.all([np.isfinite(values) for values in wide.values()], axis=0) if wide else rows.listed
+    values = np.stack(columns, axis=1)
+    known = np.isfinite(values[:, len(labels) :]).all(axis=1)
+    return FeatureTable(
+        values,
+        (*labels, *(entry.name for entry in shared)),
+        np.asarray(available.any(axis=1) & known),
+        tuple(_fingerprint(entry) for entry in entries),
+        available,
+    )
+
+
 def common_times(bars: Bars) -> pl.Series:
-    """The times that every symbol has, sorted."""
+    """The times that every symbol has, or any in a ragged universe, sorted."""
+    if bars.universe is not None:
+        return bars.frame["time"].unique().sort()
     counted = bars.frame.group_by("time").len().filter(pl.col("len") == len(bars.symbols))
     return counted["time"].sort()
 

@@ -48,6 +48,11 @@ class Panel:
     """Time from each bar's open to the next one's, nights, weekends and holidays included, [R]; None: always
     `frequency_ms`. A position that is held at the close pays interest for all of it."""
 
+    listed: NDArray[np.bool_] | None = None
+    """Whether each asset is listed at each row, [R, A]; None: all are, always."""
+    halted: NDArray[np.bool_] | None = None
+    """Where a listed asset has no bar: it stands at its last close and cannot be traded, [R, A]; None: nowhere."""
+
     @property
     def rows(self) -> int:
         return int(self.open.shape[0])
@@ -64,6 +69,14 @@ class Panel:
     @property
     def bars_per_year(self) -> float:
         return self.pace.per_year
+
+    @property
+    def delisted(self) -> NDArray[np.bool_]:
+        """The rows on which an asset's positions are closed because its life has ended, [R, A]."""
+        ended = np.zeros(self.open.shape, bool)
+        if self.listed is not None:
+            ended[1:] = self.listed[:-1] & ~self.listed[1:]
+        return ended
 
     @property
     def session_ends(self) -> NDArray[np.bool_]:

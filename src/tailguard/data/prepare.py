@@ -30,6 +30,9 @@ class PreparedBars:
     """Rows on which every feature is defined, [R]."""
     scaler: Scaler
     """The scaling that was applied; give it to the environment of a later split."""
+    available: NDArray[np.bool_] | None = None
+    """Assets that may be held, [R, A]: listed, with all features defined. `features` then end with a mask of them.
+    None: all assets, on every usable row."""
 
 
 def prepare(
@@ -55,7 +58,12 @@ def prepare(
         if not (table.valid & panel.tradeable).any():
             raise _nothing_defined(bars.source, panel, longest_warmup(bars, features))
         scaler = Scaler.fit(table, panel.tradeable)
-    return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)
+    features_, names, available = scaler.transform(table), table.names, table.available
+    if available is not None:
+        # The agent sees which assets are there; what is not known of the others is 0, as on average.
+        features_ = np.hstack([np.nan_to_num(features_), available.astype(np.float32)])
+        names = (*names, *(f"listed:{symbol}" for symbol in panel.symbols))
+    return PreparedBars(panel, features_, names, table.valid, scaler, available)
 
 
 def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:

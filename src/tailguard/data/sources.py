@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
+from typing import Literal, get_args
 
 import polars as pl
 
@@ -27,8 +29,12 @@ from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
 from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
+from tailguard.data.universe import universe_of
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
+from tailguard.validate import check_choice
+
+UniverseKind = Literal["common", "ragged"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ def load_bars(
     volume_unit: VolumeUnit = "base",
     adjust: Adjust = "none",
     events: Frame | Paths | None = None,
+    universe: UniverseKind = "common",
+    delistings: Mapping[str, float] | None = None,
     validate: bool = True,
 ) -> Bars:
     """Read bars and check them.
@@ -87,6 +95,9 @@ def load_bars(
         adjust: "splits", "dividends" or "all": prices and volumes before them are adjusted, from the columns dividend
             and split of the bars or from `events`. "none": the prices are used as they are.
         events: a file or frame with the columns date, dividend, split and, for several symbols, symbol.
+        universe: "common": a portfolio trades the times that all symbols have. "ragged": those that any has; members
+            are listed, halted and delisted, and the weights of absent ones are 0.
+        delistings: price of a symbol after its last bar, in a ragged universe; without one, its last close.
         validate: False checks the times only, not prices and volumes.
 
     Raises:
@@ -103,6 +114,7 @@ def load_bars(
         gaps=gaps,
         volume_unit=volume_unit,
         times_only=not validate,
+        universe=universe,
     )
     if report.errors:
         raise BarsError(error_message(report))
@@ -114,18 +126,31 @@ def load_bars(
         )
     for check in report.warnings:
         warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
-    return bars_of(source, report, volume_unit)
+    return bars_of(source, report, volume_unit, universe, delistings)
 
 
-def bars_of(source: Source, report: Report, volume_unit: VolumeUnit = "base") -> Bars:
+def bars_of(
+    source: Source,
+    report: Report,
+    volume_unit: VolumeUnit = "base",
+    universe: UniverseKind = "common",
+    delistings: Mapping[str, float] | None = None,
+) -> Bars:
     """The bars of a source whose report has no errors."""
+    check_choice("universe", universe, get_args(UniverseKind))
     frame = source.frame.drop("file", "row", "unreadable")
     if volume_unit == "quote":
         frame = frame.with_columns(pl.col("volume") / typical_price())
     schedule = report.schedule
     assert schedule is not None  # every check needs one
     sessions = schedule.pace if schedule.has_sessions else None
-    return Bars(with_segments(frame, schedule), report.frequency, source.name, sessions=sessions)
+    if universe == "common":
+        if delistings:
+            raise BarsError(f"{source.name}: delistings need universe='ragged', in which symbols come and go")
+        return Bars(with_segments(frame, schedule), report.frequency, source.name, sessions=sessions)
+    frame = with_segments(frame, schedule, ragged=True)
+    members = universe_of(frame, delistings or {}, source.name)
+    return Bars(frame, report.frequency, source.name, sessions=sessions, universe=members)
 
 
 def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
@@ -142,6 +167,7 @@ def check_source(
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
+    universe: UniverseKind = "common",
 ) -> Report:
     """Run every check, errors and warnings together; see `load_bars` for the arguments."""
     report = validate_frame(
@@ -152,6 +178,7 @@ def check_source(
         gaps=gaps,
         volume_unit=volume_unit,
         times_only=times_only,
+        ragged=universe == "ragged",
         ignored=(*map(column_label, source.ignored), *(f"{name} (not in every file)" for name in source.dropped)),
         extra=source.extra,
     )

@@ -85,7 +85,7 @@ def split_bars(
         warn: issue a `BarsWarning` for bars that are left out because not all symbols have them.
     """
     times = traded_times(bars)
-    if warn:
+    if warn and bars.universe is None:
         warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
     windows = split_times(
         times,
@@ -157,7 +157,8 @@ def walk_forward(
         lead_in: as in `split_bars`.
     """
     times = traded_times(bars)
-    warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
+    if bars.universe is None:
+        warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
         raise ConfigError(f"folds={folds!r} must be a whole number, 1 or more")
     gap = sum(

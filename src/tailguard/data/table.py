@@ -20,3 +20,5 @@ class FeatureTable:
     """Rows on which every feature is defined, [R]; the others must not be traded."""
     definitions: tuple[str, ...]
     """Fingerprint of each column's feature: equal if it gives the same numbers on the same bars."""
+    available: NDArray[np.bool_] | None = None
+    """Assets that are listed and whose features are defined, [R, A]; None: all are on valid rows."""

@@ -44,7 +44,7 @@ PRICES = ("open", "high", "low", "close", "volume", "funding")
 PartName = Literal["train", "validation", "test"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MappedBars(PreparedBars):
     """Training bars on disk, with the precomputed table of the market."""
 

@@ -13,7 +13,7 @@ from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
-from tailguard.envs.episodes import Reward, TradingTask, rows_before_session_ends
+from tailguard.envs.episodes import Reward, TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
@@ -155,5 +155,6 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         reward=spec.reward,
         shield=spec.shield,
         volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
+        holdable=holdable_assets(prepared.panel, prepared.available),
         flat_rows=rows_before_session_ends(prepared.panel) if spec.flat_by_close else None,
     )

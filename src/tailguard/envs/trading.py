@@ -18,6 +18,7 @@ from tailguard.envs.episodes import (
     Reward,
     TradingTask,
     episode_starts,
+    holdable_assets,
     rows_before_session_ends,
     where,
 )
@@ -99,6 +100,7 @@ class TradingEnv:
         else:
             market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
         self.volatility = VolatilityScaling.fit(prepared.panel, volatility_half_life) if volatility_half_life else None
+        holdable = holdable_assets(prepared.panel, prepared.available)
         self.task = TradingTask(
             market=market,
             features=as_tensor(prepared.features).to(self.device),
@@ -107,6 +109,7 @@ class TradingEnv:
             reward=reward,
             shield=shield,
             volatility_factors=volatility_factors(self.volatility, prepared.panel, self.device),
+            holdable=None if holdable is None else holdable.to(self.device),
             flat_rows=rows_before_session_ends(prepared.panel).to(self.device) if flat_by_close else None,
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
-from tailguard.envs.episodes import TradingTask, rows_before_session_ends
+from tailguard.envs.episodes import TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.baselines import HOLD, Policy
@@ -229,7 +229,14 @@ def backtest(
         market = build_market(panel, config, dtype=dtype)
         usable = np.ones(panel.rows, bool)
         flat_rows = rows_before_session_ends(panel) if flat_by_close else None
-        task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows, flat_rows=flat_rows)
+        task = TradingTask(
+            market,
+            torch.zeros(panel.rows, 0),
+            (),
+            episode_length=panel.rows,
+            holdable=holdable_assets(panel),
+            flat_rows=flat_rows,
+        )
         decide = FunctionDecider(policy, panel) if callable(policy) else ArrayDecider(policy, panel)
     control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None
     return _run(task, decide, panel, usable, delay, progress_bar, control)
@@ -295,6 +302,7 @@ def _run(
     flat = [0.0] * panel.assets
     shield, config = task.shield, task.market.config
     sold = None if task.flat_rows is None else task.flat_rows.tolist()
+    there = None if task.holdable is None else task.holdable.tolist()
     done, liquidated = 0, False
     # The throttle counts traded bars: a gap begins the agent's window anew, and must not hide the losses before it.
     realised = EpisodeWindow(account.equity, account.equity)
@@ -319,6 +327,8 @@ def _run(
                     target = waiting.popleft()
                     if sold is not None and sold[row]:
                         target = flat
+                    if there is not None:
+                        target = [weight if held else 0.0 for weight, held in zip(target, there[row], strict=True)]
                 if throttle is not None:
                     course.throttle[done] = throttle.factor
                     target = [weight * throttle.factor for weight in target]

@@ -30,18 +30,8 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 BOUND = (
-    *(
-        "data.symbols",
-        "data.calendar",
-        "data.gaps",
-        "data.volume_unit",
-        "data.adjust",
-        "data.events",
-        "data.validation",
-        "data.test",
-        "data.embargo",
-    ),
-    *("data.features", "env.accounts"),
+    *("data.symbols", "data.calendar", "data.universe", "data.gaps", "data.volume_unit", "data.adjust", "data.events"),
+    *("data.validation", "data.test", "data.embargo", "data.features", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
 
@@ -109,6 +99,8 @@ def read_bars(path: str | Path, data: DataConfig) -> Bars:
         volume_unit=data.volume_unit,
         adjust=data.adjust,
         events=data.events,
+        universe=data.universe,
+        delistings=data.delistings or None,
     )
     bars = bars.select(*data.symbols) if data.symbols else bars
     return bars if data.published is None else with_published(bars, data.published)

@@ -276,6 +276,8 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
         "funding": funding,
         "reach": reach + interest,
     }
+    if panel.listed is not None:
+        _close_absent(columns, panel)
     if panel.held_ms is not None:
         bars = panel.held_ms[:, None] / YEAR_MS * panel.bars_per_year
         columns["held"] = np.broadcast_to(bars, panel.open.shape)
@@ -284,6 +286,19 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
     if uses(config, "tick"):
         columns["tick"] = np.maximum(per_asset("tick") / (2 * panel.open) - per_asset("half_spread"), 0.0)
     return columns, sums
+
+
+def _close_absent(columns: dict[str, Float], panel: Panel) -> None:
+    """Assets without a bar cannot be traded; on the row of their delisting everything is sold.
+
+    A halted position is held: its price stands still, and the gap comes with the first bar after the halt.
+    """
+    assert panel.listed is not None
+    assert panel.halted is not None
+    columns["capacity"] = np.where(panel.halted | ~panel.listed, 0.0, columns["capacity"])
+    columns["capacity"] = np.where(panel.delisted, np.inf, columns["capacity"])
+    for name in ("impact", "funding", "reach", "move", "low", "high"):
+        columns[name] = np.where(~panel.listed, 0.0, columns[name])
 
 
 def _column_name(place: int) -> str:

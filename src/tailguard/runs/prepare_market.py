@@ -60,6 +60,8 @@ def prepare_market(
         raise ConfigError("data.path: names no bars to prepare; give a file or folder, as --data bars.parquet")
     if is_prepared_market(Path(config.data.path)):
         raise ConfigError(f"data.path: {config.data.path} is a prepared market already")
+    if config.data.universe == "ragged":
+        raise ConfigError("data.universe: ragged universes are traded from memory only; train on the files themselves")
     if config.data.published is not None:
         raise ConfigError("data.published: a prepared market keeps no columns beyond those of bars; train on the files")
     if config.data.adjust != "none":
