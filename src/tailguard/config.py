@@ -27,6 +27,7 @@ from tailguard.market.config import MarketConfig
 from tailguard.market.presets import PRESETS, preset_settings
 from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
@@ -184,6 +185,8 @@ class RunConfig:
     """Gradients through the market and the network; used when learner is pathwise."""
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """Training against attacks on the observations; off unless robust.coef is above 0."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()
@@ -192,6 +195,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
+        other = self.ppo if self.learner == "pathwise" else self.pathwise
+        if other.loss_terms:
+            raise ConfigError(
+                f"{other.section}.loss_terms: {', '.join(other.loss_terms)} would have no effect, because the learner "
+                f"is {self.learner}; set learner to {other.section}, or name them in {self.learner}.loss_terms"
+            )
 
     @property
     def chosen(self) -> LearnerConfig:
@@ -413,10 +422,17 @@ def _parse_yaml(text: str, what: str) -> Any:
             loader.dispose()
 
 
+OPEN_TABLES = ("market.extra_costs", "ppo.loss_terms", "pathwise.loss_terms")
+"""Settings that hold what plugins register, by names that are checked when the plugins have been loaded."""
+
+
 def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
-    """Overwrite settings with the given values, in place; every key must exist already."""
+    """Overwrite settings with the given values, in place; every key must exist already, except in open tables."""
     for name, value in given.items():
         key = f"{prefix}{name}"
+        if prefix.removesuffix(".") in OPEN_TABLES:
+            settings[name] = value
+            continue
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")

@@ -14,7 +14,7 @@ import pytest
 from backtesting.test import EURUSD, GOOG
 
 from tailguard.data.bars import Bars, with_segments
-from tailguard.data.calendars import dates_of, schedule_of
+from tailguard.data.calendars import dates_of, timetable_of
 from tailguard.data.sources import check_source, load_bars, read_source
 from tailguard.data.splits import split_bars
 from tailguard.data.windows import size_in_bars
@@ -181,17 +181,17 @@ def test_daily_bars_may_open_at_local_midnight() -> None:
 
 def test_around_the_clock_every_number_is_that_of_the_bar_length() -> None:
     times = np.arange(0, 1_000 * HOUR_MS, HOUR_MS)
-    schedule = schedule_of("auto", [times], HOUR_MS)
+    timetable = timetable_of("auto", [times], HOUR_MS)
 
-    assert not schedule.has_sessions
-    assert schedule.pace.per_year == 365.25 * 86_400_000 / HOUR_MS
+    assert not timetable.has_sessions
+    assert timetable.pace.per_year == 365.25 * 86_400_000 / HOUR_MS
     kept = np.delete(times, [5, 6, 40])
-    assert np.flatnonzero(schedule.missing_before(kept)).tolist() == [5, 38]
-    assert schedule.missing_before(kept)[[5, 38]].tolist() == [2, 1]
+    assert np.flatnonzero(timetable.missing_before(kept)).tolist() == [5, 38]
+    assert timetable.missing_before(kept)[[5, 38]].tolist() == [2, 1]
     frame = pl.DataFrame({"time": kept, "symbol": "A"}).with_columns(
         pl.from_epoch("time", "ms").dt.replace_time_zone("UTC")
     )
-    assert with_segments(frame, schedule)["segment"].max() == 2
+    assert with_segments(frame, timetable)["segment"].max() == 2
 
 
 def test_durations_are_trading_time() -> None:

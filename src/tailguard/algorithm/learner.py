@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
 from tailguard.algorithm.learner_state import GeneratorState, Stateful
+from tailguard.algorithm.loss_terms import weighted_terms
 from tailguard.algorithm.recording import IterationRecorder
 from tailguard.algorithm.risk_budget import RiskBudget
 from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
@@ -23,6 +24,9 @@ from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
+from tailguard.robust.attacks import attackable
+from tailguard.robust.config import RobustConfig
+from tailguard.robust.smoothness import Smoothness
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.rollout import Rollout
     from tailguard.algorithm.targets import Prepared
     from tailguard.algorithm.updates import Updates
+    from tailguard.models.memory import MemoryState
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
@@ -42,6 +47,8 @@ class Learner(Agent):
     """Name of the learner in a run's settings."""
     updates: Updates
     """Turns batches into optimiser steps."""
+    smooths: ClassVar[Literal["kl", "action"]]
+    """What training against attacks keeps from changing, where its settings leave the choice."""
     has_critics: bool = True
     """Whether critics learn. If not, they are not evaluated either."""
 
@@ -54,10 +61,12 @@ class Learner(Agent):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
         super().__init__(env, config, seed, device, num_envs)
+        self.robust = RobustConfig() if robust is None else robust
         self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.context = TrainingContext.build(self.policy, self._parameter_groups(), config, self.env, self.seed)
         self.state, self.runtime, self.generator = self.context.state, self.context.runtime, self.context.generator
@@ -68,6 +77,10 @@ class Learner(Agent):
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
+        self.weighted_terms = weighted_terms(config.loss_terms, self.device)
+        self.smoothness: Smoothness | None = None
+        if self.robust.coef > 0:
+            self.smoothness = Smoothness(self.robust, self.policy, attackable(self.env), self.seed, self.smooths)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
@@ -86,6 +99,7 @@ class Learner(Agent):
         """Every random stream that an iteration draws from."""
         generators = self.context.generators()
         generators += [] if self.risk is None else [self.risk.generator]
+        generators += [] if self.smoothness is None else [self.smoothness.generator]
         return [*generators, self.env.generator] if isinstance(self.env, FunctionalEnv) else generators
 
     def parts(self) -> dict[str, Stateful]:
@@ -100,6 +114,8 @@ class Learner(Agent):
         }
         if self.risk is not None:
             parts |= {"risk": self.risk, **self.risk.episode_parts()}
+        if self.smoothness is not None:
+            parts["robust"] = self.smoothness
         return parts
 
     @property
@@ -152,6 +168,8 @@ class Learner(Agent):
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
             self.set_hyper()
+            if self.smoothness is not None:
+                self.smoothness.set_progress(self.state.progress)
             return self._iterate(on_rollout)
 
     @abstractmethod
@@ -161,6 +179,11 @@ class Learner(Agent):
     @abstractmethod
     def set_hyper(self) -> object:
         """Write the current hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+
+    def set_coefficients(self) -> None:
+        """The same for the terms of the loss that the settings name."""
+        for term in self.weighted_terms:
+            term.set_coefficient(self.state.progress)
 
     def _begin(self) -> RolloutState:
         """Fresh episodes and empty memories."""
@@ -188,11 +211,16 @@ class Learner(Agent):
             self.generator,
             self.runtime.compiled(act_and_step),
             noise,
+            self._observer(),
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):
             env.state = self.runtime.copy_in_place(env_before, detached(env.state))
         return rollout
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        """What changes the observations that the policy acts on; see `collect`."""
+        return None
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 
@@ -212,13 +240,17 @@ class Learner(Agent):
         """Update the observation statistics and collect the iteration's metrics; nothing is read yet."""
         metrics: dict[str, Tensor] = prepared.metrics | {"data/memory_resets": rollout.memory_resets}
         if usable:
-            metrics |= self.updates.metrics()
+            metrics |= self.updates.metrics() | self._robust_metrics()
             if self.config.normalise_observations:
                 # Between rollouts only: statistics that moved within one would break the ratio's identity.
                 change = self.observation_moments.update(rollout.obs, rollout.valid)
                 metrics["data/observation_drift"] = change.mean_shift.max()
         snapshot = self.recorder.snapshot(rollout, prepared.estimates)
         return self.recorder.collect(snapshot, metrics, self.updates.all_finite)
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        """What the attacks of the iteration found."""
+        return {} if self.smoothness is None else self.smoothness.metrics()
 
     def _count(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""

@@ -98,9 +98,10 @@ def act(
 ) -> tuple[Acted, MemoryState]:
     """Choose actions for one row.
 
-    A non-finite observation is replaced by the mean: the rollout is not learned from, but it must not corrupt the
-    recurrent state or the environment beyond it.
+    A NaN is replaced by the mean, an infinity by the clip's bound, or by the mean without a clip: such a rollout is not
+    learned from, and must not corrupt the recurrent state or the environment beyond it.
     """
+    # 0 is the mean in scaled units.
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     dist_params, memory = policy.act(scaled, memory, start)
     return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
@@ -128,6 +129,7 @@ def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:
+            # All parts of the trunk are cleared together: a cell without its output is a state the LSTM was never in.
             bad = ~part.isfinite().all(-1).all(0)
             trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
             broken = bad | broken.to(bad.device)
@@ -144,6 +146,7 @@ def collect(
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     noise: Tensor | None = None,
+    observe: Callable[[Tensor, Tensor, MemoryState], Tensor] | None = None,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
@@ -151,8 +154,11 @@ def collect(
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
+    `observe`: what the policy sees in the place of an observation [N, O], given `episode_start` and its memory; the
+        rollout keeps what it saw, so that the probabilities of its actions fit.
     """
     head = policy.action_head
+    # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
@@ -165,7 +171,11 @@ def collect(
     drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
+        if observe is not None:
+            obs = observe(obs, start, memory)
         if isinstance(env, FunctionalEnv):
+            # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
+            # inputs.
             env_noise = env.draw()
             acted, memory, env.state, step = whole_step(
                 policy, env, scale, obs, start, memory, noise, env.state, env_noise
@@ -179,6 +189,8 @@ def collect(
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
+        # Autoreset replaces the last observation of an episode by the first of the next one; GAE and SR(λ) bootstrap
+        # from the true successor, which is kept here. On a GPU every row is kept: asking would wait for the device.
         if t == n_steps - 1 or may_hold_any(ended):
             final_rows.append(t)
             final_obs.append(step.final_obs)
@@ -190,6 +202,7 @@ def collect(
         episode_start=stacked["start"],
         actions=stacked["action"],
         dist_params=stacked["dist_params"],
+        # Of raw actions, because undoing a tanh loses all digits near the bounds (see `models.actions`).
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
         # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
         rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
@@ -203,4 +216,5 @@ def collect(
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
         memory_resets=broken.sum(),
     )
+    # Only the actor, trunk 0, has acted. Critics read the whole rollout later, in one pass, from their own states.
     return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tailguard.data.calendars import Schedule
+from tailguard.data.calendars import Timetable
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.universe import Rows, Universe, ragged_prices, ragged_segments
@@ -23,14 +23,14 @@ OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "fund
 Accounts = Literal["portfolio", "per_symbol"]
 
 
-def with_segments(frame: pl.DataFrame, schedule: Schedule, ragged: bool = False) -> pl.DataFrame:
+def with_segments(frame: pl.DataFrame, timetable: Timetable, ragged: bool = False) -> pl.DataFrame:
     """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol.
 
     `ragged`: only bars that no symbol has are a gap.
     """
     if ragged:
-        return frame.with_columns(ragged_segments(frame, schedule))
-    breaks = pl.Series(schedule.breaks(frame["time"].dt.epoch("ms").to_numpy()))
+        return frame.with_columns(ragged_segments(frame, timetable))
+    breaks = pl.Series(timetable.breaks(frame["time"].dt.epoch("ms").to_numpy()))
     starts = breaks | (frame["symbol"] != frame["symbol"].shift()).fill_null(False)
     return frame.with_columns(segment=starts.cum_sum().cast(pl.Int32))
 

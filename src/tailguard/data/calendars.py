@@ -1,8 +1,8 @@
 """Trading calendars: which bars a market should have, and how many there are in a day, a week and a year.
 
 A calendar is `24/7`; `auto`, inferred from the bars; `fx`, Sunday to Friday 17:00 New York; a name of
-exchange_calendars such as XNYS; or sessions of one's own. On bars it becomes a `Schedule`: the open times that the
-market should have. A bar is missing where the schedule has a time and the data has none.
+exchange_calendars such as XNYS; or sessions of one's own. On bars it becomes a `Timetable`: the open times that the
+market should have. A bar is missing where the timetable has a time and the data has none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MONDAY_MS = 4 * DAY_MS
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """The bars of one length that a market should have."""
 
     name: str
@@ -72,7 +72,7 @@ class Schedule:
         return self.missing_before(times) > 0
 
     def outside(self, times: Times) -> NDArray[np.bool_]:
-        """Times that the schedule does not have, [R]; the check of the frequency names them around the clock."""
+        """Times that the timetable does not have, [R]; the check of the frequency names them around the clock."""
         if self.grid is None:
             return np.zeros(len(times), bool)
         keys = self.keys(times)
@@ -94,14 +94,14 @@ class Schedule:
         return f"inferred from the bars: {text}{taken}"
 
 
-def around_the_clock(frequency: timedelta) -> Schedule:
-    """The schedule of a market that never closes."""
+def around_the_clock(frequency: timedelta) -> Timetable:
+    """The timetable of a market that never closes."""
     step = frequency // timedelta(milliseconds=1)
-    return Schedule(ALWAYS, step, Pace.of_frequency(step))
+    return Timetable(ALWAYS, step, Pace.of_frequency(step))
 
 
-def schedule_of(calendar: CalendarSource, times: Iterable[Times], step: int) -> Schedule:
-    """The schedule of a calendar for these times, one array for each symbol, and bars of `step` milliseconds."""
+def timetable_of(calendar: CalendarSource, times: Iterable[Times], step: int) -> Timetable:
+    """The timetable of a calendar for these times, one array for each symbol, and bars of `step` milliseconds."""
     every = _union(times)
     always = around_the_clock(timedelta(milliseconds=step))
     if calendar == ALWAYS or len(every) == 0:
@@ -111,15 +111,15 @@ def schedule_of(calendar: CalendarSource, times: Iterable[Times], step: int) -> 
         if inferred is None:
             return always
         grid, holidays = inferred
-        return Schedule(AUTO, step, _pace(grid, _yearly_by_weeks(grid)), grid, holidays=holidays)
+        return Timetable(AUTO, step, _pace(grid, _yearly_by_weeks(grid)), grid, holidays=holidays)
     if step > DAY_MS:
         raise BarsError(f"calendar {_name(calendar)!r}: bars longer than a day have no sessions; use calendar='24/7'")
     name, sessions, zone, years = _sessions(calendar, every)
     grid = _grid(sessions, every, step)
     per_year = len(grid) / years if years else _yearly_by_weeks(grid)
-    schedule = Schedule(name, step, _pace(grid, per_year), grid, zone)
-    first, last = schedule.keys(every[[0, -1]])
-    return replace(schedule, grid=grid[(grid >= first) & (grid <= last)])
+    timetable = Timetable(name, step, _pace(grid, per_year), grid, zone)
+    first, last = timetable.keys(every[[0, -1]])
+    return replace(timetable, grid=grid[(grid >= first) & (grid <= last)])
 
 
 def dates_of(times: Times, zone: ZoneInfo | None) -> Times:

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 import polars as pl
 
-from tailguard.data.calendars import AUTO, CalendarSource, Schedule, schedule_of
+from tailguard.data.calendars import AUTO, CalendarSource, Timetable, timetable_of
 from tailguard.data.checks import (
     Gaps,
     check_prices,
@@ -30,7 +30,7 @@ def validate(
     *,
     frequency: timedelta | None = None,
     calendar: CalendarSource = AUTO,
-    schedule: Schedule | None = None,
+    timetable: Timetable | None = None,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
@@ -41,30 +41,30 @@ def validate(
     """Check the bars of `frame`, laid out as `tailguard.data.checks` says.
 
     `frequency`: the one the bars must have; None: the most common difference between neighbouring times.
-    `calendar`: when the market trades; `schedule`: the same for a whole source, where `frame` is a piece of it.
+    `calendar`: when the market trades; `timetable`: the same for a whole source, where `frame` is a piece of it.
     `volume_unit`: the declared unit of the volume column. `times_only` runs only the checks of the times.
     """
     parts = frame.partition_by("symbol", maintain_order=True)
     pace = frequency or most_common_step(*(part["time"] for part in parts))
     if pace is None:
         raise BarsError(f"{source}: one bar is too few to infer the frequency; give it, as in frequency='1h'")
-    if schedule is None:
+    if timetable is None:
         times = (part["time"].drop_nulls().dt.epoch("ms").to_numpy() for part in parts)
-        schedule = schedule_of(calendar, times, pace // timedelta(milliseconds=1))
+        timetable = timetable_of(calendar, times, pace // timedelta(milliseconds=1))
     known = [part["time"].drop_nulls().dt.epoch("ms").to_numpy() for part in parts]
-    holes = shared_gaps(known, schedule) if ragged else schedule
-    outcomes = [_check_symbol(part, schedule, holes, gaps, volume_unit, times_only) for part in parts]
+    holes = shared_gaps(known, timetable) if ragged else timetable
+    outcomes = [_check_symbol(part, timetable, holes, gaps, volume_unit, times_only) for part in parts]
     checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
-    spans = tuple(_span(part, schedule) for part in parts)
-    return Report(source, pace, spans, checks, tuple(ignored), tuple(extra), schedule=schedule)
+    spans = tuple(_span(part, timetable) for part in parts)
+    return Report(source, pace, spans, checks, tuple(ignored), tuple(extra), timetable=timetable)
 
 
 def _check_symbol(
-    bars: pl.DataFrame, schedule: Schedule, holes: Schedule, gaps: Gaps, volume_unit: VolumeUnit, times_only: bool
+    bars: pl.DataFrame, timetable: Timetable, holes: Timetable, gaps: Gaps, volume_unit: VolumeUnit, times_only: bool
 ) -> list[Check]:
-    """`holes`: the schedule that says which bars are missing."""
-    frequency = timedelta(milliseconds=schedule.step)
-    times = check_times(bars, schedule, gaps, holes)
+    """`holes`: the timetable that says which bars are missing."""
+    frequency = timedelta(milliseconds=timetable.step)
+    times = check_times(bars, timetable, gaps, holes)
     if times_only:
         return [check_values(bars.select("file", "row", "unreadable", "symbol", "time")), *times]
     checks = [check_values(bars), *times, check_prices(bars), check_ranges(bars), check_volume(bars)]
@@ -79,9 +79,9 @@ def _check_symbol(
     ]
 
 
-def _span(bars: pl.DataFrame, schedule: Schedule) -> Span:
+def _span(bars: pl.DataFrame, timetable: Timetable) -> Span:
     first, last = bars["time"].min(), bars["time"].max()
     if not isinstance(first, datetime) or not isinstance(last, datetime):
         return Span(bars["symbol"][0], None, None, bars.height, 0)
     times = bars["time"].drop_nulls().unique().sort().dt.epoch("ms").to_numpy()
-    return Span(bars["symbol"][0], first, last, bars.height, int(schedule.missing_before(times).sum()))
+    return Span(bars["symbol"][0], first, last, bars.height, int(timetable.missing_before(times).sum()))

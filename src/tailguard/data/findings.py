@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import polars as pl
 
 if TYPE_CHECKING:
-    from tailguard.data.calendars import Schedule
+    from tailguard.data.calendars import Timetable
 
 Level = Literal["ok", "skipped", "warning", "error"]
 Row = dict[str, Any]
@@ -91,7 +91,7 @@ class Report:
     """Numeric columns of the files that only custom features use."""
     notes: tuple[str, ...] = ()
     """Further notes for the user."""
-    schedule: Schedule | None = None
+    timetable: Timetable | None = None
     """The calendar of the bars."""
 
     @property

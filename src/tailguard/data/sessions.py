@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailguard.data.findings import Check, Row, judge, time_label
 
 if TYPE_CHECKING:
-    from tailguard.data.calendars import Schedule
+    from tailguard.data.calendars import Timetable
 
 DAY, WEEK = timedelta(days=1), timedelta(weeks=1)
 FINEST_SLOT = timedelta(hours=1)
@@ -30,19 +30,19 @@ _MONDAY_MS = 4 * 86_400_000
 """1970-01-05 was a Monday."""
 
 
-def check_sessions(bars: pl.DataFrame, schedule: Schedule) -> Check:
+def check_sessions(bars: pl.DataFrame, timetable: Timetable) -> Check:
     """The bars lie in the sessions of their calendar; around the clock, no hour or day of the week is always empty.
 
     `bars`: of one symbol, in the order of their times. Outages, however long, do not
     recur in the same slot every day or week; weekends and nights do.
     """
     times = bars["time"].drop_nulls().dt.epoch("ms").to_numpy()
-    if schedule.has_sessions:
-        return _check_inside(bars, times, schedule)
-    closed = closed_slots(times, schedule.step)
+    if timetable.has_sessions:
+        return _check_inside(bars, times, timetable)
+    closed = closed_slots(times, timetable.step)
     if closed is None:
-        return Check("sessions", "ok", schedule.describe())
-    frequency = timedelta(milliseconds=schedule.step)
+        return Check("sessions", "ok", timetable.describe())
+    frequency = timedelta(milliseconds=timetable.step)
     gaps = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
         pl.col("step") >= 2 * frequency
     )
@@ -50,7 +50,7 @@ def check_sessions(bars: pl.DataFrame, schedule: Schedule) -> Check:
     def describe(row: Row) -> str:
         return f"closed since {time_label(row['before'])}"
 
-    step = schedule.step
+    step = timetable.step
     share = 1 - len(times) * step / (int(times[-1]) - int(times[0]) + step)
     return judge(
         "sessions",
@@ -68,19 +68,19 @@ def check_sessions(bars: pl.DataFrame, schedule: Schedule) -> Check:
     )
 
 
-def _check_inside(bars: pl.DataFrame, times: NDArray[np.int64], schedule: Schedule) -> Check:
+def _check_inside(bars: pl.DataFrame, times: NDArray[np.int64], timetable: Timetable) -> Check:
     """Few bars lie outside the sessions: they are kept. Many mean that the calendar is another market's."""
     at_time = bars.filter(pl.col("time").is_not_null())
-    outside = at_time.filter(pl.Series(schedule.outside(times)))
+    outside = at_time.filter(pl.Series(timetable.outside(times)))
     many = outside.height > MOST_OUTSIDE * max(1, len(times))
     return judge(
         "sessions",
-        schedule.describe(),
+        timetable.describe(),
         outside,
-        lambda row: f"{time_label(row['time'])} is outside the sessions of {schedule.name}",
-        fault=f"outside the sessions of {schedule.name}",
+        lambda row: f"{time_label(row['time'])} is outside the sessions of {timetable.name}",
+        fault=f"outside the sessions of {timetable.name}",
         remedy=(
-            f"The calendar {schedule.name} does not fit these bars: choose another one, or data.calendar=auto."
+            f"The calendar {timetable.name} does not fit these bars: choose another one, or data.calendar=auto."
             if many
             else "They are kept, as bars of the session before them."
         ),

@@ -141,14 +141,14 @@ def bars_of(
     frame = source.frame.drop("file", "row", "unreadable")
     if volume_unit == "quote":
         frame = frame.with_columns(pl.col("volume") / typical_price())
-    schedule = report.schedule
-    assert schedule is not None  # every check needs one
-    sessions = schedule.pace if schedule.has_sessions else None
+    timetable = report.timetable
+    assert timetable is not None  # every check needs one
+    sessions = timetable.pace if timetable.has_sessions else None
     if universe == "common":
         if delistings:
             raise BarsError(f"{source.name}: delistings need universe='ragged', in which symbols come and go")
-        return Bars(with_segments(frame, schedule), report.frequency, source.name, sessions=sessions)
-    frame = with_segments(frame, schedule, ragged=True)
+        return Bars(with_segments(frame, timetable), report.frequency, source.name, sessions=sessions)
+    frame = with_segments(frame, timetable, ragged=True)
     members = universe_of(frame, delistings or {}, source.name)
     return Bars(frame, report.frequency, source.name, sessions=sessions, universe=members)
 

@@ -6,7 +6,7 @@ import math
 
 import polars as pl
 
-from tailguard.data.calendars import Schedule
+from tailguard.data.calendars import Timetable
 from tailguard.data.checks import PRICES, sound_prices, with_missing
 from tailguard.data.findings import Check, Row, judge, number
 
@@ -30,12 +30,12 @@ SCALE_BARS = 101
 """Bars around each one that give its robust standard deviation."""
 
 
-def check_stale(bars: pl.DataFrame, schedule: Schedule) -> Check:
+def check_stale(bars: pl.DataFrame, timetable: Timetable) -> Check:
     """No run of bars repeats itself. Bars without trade are left to `check_empty`."""
     columns = (*PRICES, "volume")
     repeats = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in columns)
     traded = (pl.col("volume") > 0) | (pl.col("high") > pl.col("low"))
-    followed = with_missing(bars, schedule)
+    followed = with_missing(bars, timetable)
     same = followed.select((repeats & traded & (pl.col("missing") == 0)).fill_null(False)).to_series()
     runs = _runs(same).filter(pl.col("length") >= STALE_BARS - 1)
     # A run of n repeats starts with the repeated bar.
@@ -73,13 +73,13 @@ def check_empty(bars: pl.DataFrame) -> Check:
     )
 
 
-def check_spikes(bars: pl.DataFrame, schedule: Schedule) -> tuple[Check, Check]:
+def check_spikes(bars: pl.DataFrame, timetable: Timetable) -> tuple[Check, Check]:
     """No price jumps away and back within one bar, and no return is extreme.
 
     Both are measured in robust standard deviations: 1.4826 times the median absolute log return of the bars around,
     and never less than the mean absolute return of all bars.
     """
-    judged = _with_moves(bars, schedule)
+    judged = _with_moves(bars, timetable)
     spikes = judged.filter(pl.col("spike").is_not_null())
 
     def describe_spike(row: Row) -> str:
@@ -134,7 +134,7 @@ def split_ratio(before: float, after: float) -> str | None:
     return f"{whole}:1" if before > after else f"1:{whole}"
 
 
-def _with_moves(bars: pl.DataFrame, schedule: Schedule) -> pl.DataFrame:
+def _with_moves(bars: pl.DataFrame, timetable: Timetable) -> pl.DataFrame:
     """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `beside`.
 
     `spike` names the price that spikes, null where none does; `beside` is the nearest price beside the spike. Moves
@@ -146,7 +146,7 @@ def _with_moves(bars: pl.DataFrame, schedule: Schedule) -> pl.DataFrame:
     size = pl.col("move").abs().fill_null(0.0)
     around = 1.4826 * size.rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True)
     frame = (
-        with_missing(bars, schedule)
+        with_missing(bars, timetable)
         .with_columns(move=move, before=pl.col("close").shift())
         .with_columns(scale=pl.max_horizontal(around, size.mean()))
     )

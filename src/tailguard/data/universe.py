@@ -16,7 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tailguard.data.calendars import Schedule
+from tailguard.data.calendars import Timetable
 from tailguard.errors import BarsError
 from tailguard.validate import check_range
 
@@ -72,27 +72,27 @@ def universe_of(frame: pl.DataFrame, delistings: Mapping[str, float], source: st
     return Universe(lives, end)
 
 
-def ragged_segments(frame: pl.DataFrame, schedule: Schedule) -> pl.Series:
+def ragged_segments(frame: pl.DataFrame, timetable: Timetable) -> pl.Series:
     """Segments that start where no symbol has a bar although the calendar has one, and with each symbol."""
     times = frame["time"].dt.epoch("ms").to_numpy()
     union = np.unique(times)
-    marks = np.cumsum(schedule.breaks(union))[np.searchsorted(union, times)]
+    marks = np.cumsum(timetable.breaks(union))[np.searchsorted(union, times)]
     starts = (np.diff(marks, prepend=marks[:1]) != 0) | (
         (frame["symbol"] != frame["symbol"].shift()).fill_null(False).to_numpy()
     )
     return pl.Series("segment", np.cumsum(starts), dtype=pl.Int32)
 
 
-def shared_gaps(times: list[NDArray[np.int64]], schedule: Schedule) -> Schedule:
-    """A schedule of the bars that no symbol has: the others of a symbol are halts."""
+def shared_gaps(times: list[NDArray[np.int64]], timetable: Timetable) -> Timetable:
+    """A timetable of the bars that no symbol has: the others of a symbol are halts."""
     union = np.unique(np.concatenate(times))
-    if schedule.grid is not None:
-        missing = schedule.grid[~np.isin(schedule.grid, schedule.keys(union))]
+    if timetable.grid is not None:
+        missing = timetable.grid[~np.isin(timetable.grid, timetable.keys(union))]
     else:
-        holes = np.flatnonzero(np.diff(union) > schedule.step)
-        found = [np.arange(union[at] + schedule.step, union[at + 1], schedule.step) for at in holes]
+        holes = np.flatnonzero(np.diff(union) > timetable.step)
+        found = [np.arange(union[at] + timetable.step, union[at + 1], timetable.step) for at in holes]
         missing = np.concatenate([np.zeros(0, np.int64), *found])
-    return Schedule(schedule.name, schedule.step, schedule.pace, missing, schedule.zone)
+    return Timetable(timetable.name, timetable.step, timetable.pace, missing, timetable.zone)
 
 
 @dataclass(frozen=True)

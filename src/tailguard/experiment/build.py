@@ -163,7 +163,7 @@ def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Le
     env = build_env(config, bars, seed)
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
-    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk, robust=config.robust)
     return learner
 
 

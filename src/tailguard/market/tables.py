@@ -18,7 +18,7 @@ from tailguard.data.pace import DAY_MS, YEAR_MS
 from tailguard.data.panel import Float, Panel
 from tailguard.errors import BarsError
 from tailguard.market.config import MarketConfig
-from tailguard.market.costs import COSTS, Cost, Moment, costs_by_moment
+from tailguard.market.costs import COSTS, ChargedAt, Cost, costs_by_moment
 from tailguard.market.per_symbol import check_assets, for_assets
 
 EIGHT_HOURS_MS = 8 * 3_600_000
@@ -108,7 +108,7 @@ class Market:
     """Open time of each bar in ms, [R] int64."""
     config: MarketConfig
     rates: Rates
-    costs: Mapping[Moment, tuple[Cost, ...]]
+    costs: Mapping[ChargedAt, tuple[Cost, ...]]
     """The table of costs as it was when the market was built, by the moment at which they are charged."""
     signed_funding: bool
     """True: `funding` holds observed rates, paid by longs and received by shorts. False: a cost for both."""

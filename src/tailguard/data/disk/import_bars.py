@@ -211,7 +211,7 @@ def _checked(
             ((place < start) | (place >= stop)).alias(CONTEXT), symbol=pl.lit(symbol)
         )
         report = validate(
-            frame, source, frequency=pace, schedule=around_the_clock(pace), gaps=gaps, volume_unit=volume_unit
+            frame, source, frequency=pace, timetable=around_the_clock(pace), gaps=gaps, volume_unit=volume_unit
         )
         if any(check.name == "sessions" for check in report.errors):
             raise _closes(source)
