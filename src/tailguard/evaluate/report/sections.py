@@ -115,6 +115,8 @@ def _growth(page: Page, data: ReportData) -> None:
     for note in data.notes:
         page.paragraph(f"{note[0].upper()}{note[1:]}.", "soft")
     page.paragraph(trials_in_words(data), "soft")
+    if data.relative is not None:
+        page.paragraph(f"The agent {data.relative.describe()}.")
     _months(page, data)
     _validation(page, data)
 
@@ -305,6 +307,15 @@ def _behaviour(page: Page, data: ReportData) -> None:
         ],
     )
     page.add("</div>")
+    if len(result.symbols) > 1:
+        page.table(
+            ("exposure by asset", "mean weight", "mean absolute weight", "time held", "net P&L"),
+            [
+                (symbol, percent(net), percent(gross, sign=False), percent(held, sign=False), percent(earned))
+                for symbol, net, gross, held, earned in record_tables.exposures_of(result, data.trades)
+            ],
+            caption="Weights are shares of equity at the closes, P&L is a share of the starting capital.",
+        )
     _trades(page, data)
 
 
