@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from tailguard.data.columns import is_time_name
-from tailguard.data.layouts import rows_of_levels, rows_of_wide
+from tailguard.data.layouts import rows_of_levels
 from tailguard.errors import BarsError
 
 Frame = Any
@@ -26,9 +26,9 @@ def frame_name(data: Frame) -> str:
 def read_frame(data: Frame) -> pl.DataFrame:
     """The frame's columns; the index of a pandas frame is a column like the others."""
     if isinstance(data, pl.LazyFrame):
-        return rows_of_wide(data.collect())
+        return data.collect()
     if isinstance(data, pl.DataFrame):
-        return rows_of_wide(data)
+        return data
     columns = data.columns
     if columns.nlevels > 1:
         levels = {tuple(map(str, name)): _series(str(name), data[name]) for name in columns}
@@ -46,7 +46,7 @@ def read_frame(data: Frame) -> pl.DataFrame:
         if name in series:
             raise BarsError(f"pandas frame: its index and a column are both named {name!r}; rename or drop one")
         series[name] = level
-    return rows_of_wide(pl.DataFrame(series))
+    return pl.DataFrame(series)
 
 
 def _is_pandas(data: object) -> bool:

@@ -18,7 +18,6 @@ import polars as pl
 from tailguard.data.bars import REQUIRED
 from tailguard.data.columns import POSITIONAL, positional_names
 from tailguard.data.disk.arrays import MANIFEST
-from tailguard.data.layouts import rows_of_wide, with_one_time
 from tailguard.errors import BarsError
 from tailguard.memory_limits import format_bytes, free_memory
 
@@ -87,7 +86,7 @@ def read_file(path: Path) -> pl.DataFrame:
                 raw = read_csv(_unpacked(file, path), str(path))
     except READING_ERRORS as error:
         raise unreadable(path, error) from error
-    return rows_of_wide(with_one_time(with_names(raw)))
+    return with_names(raw)
 
 
 def unreadable(path: Path | str, error: Exception) -> BarsError:

@@ -28,6 +28,7 @@ from tailguard.data.corporate_actions import Adjust, adjusted
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
+from tailguard.data.layouts import rows_of_wide, with_one_time
 from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
 from tailguard.data.universe import universe_of
 from tailguard.data.volume_unit import VolumeUnit, typical_price
@@ -189,11 +190,11 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
     """Read the files of `path`, or the frame, and put each symbol's bars together."""
     if is_frame(path):
         name = frame_name(path)
-        tables = [Table.of(with_names(read_frame(path)), name, "bars")]
+        tables = [Table.of(rows_of_wide(with_names(read_frame(path))), name, "bars")]
     else:
         files, name = files_of(path), name_of(path)
         check_memory(files, name)
-        tables = [Table.of(read_file(file), str(file), symbol_of(file)) for file in files]
+        tables = [Table.of(rows_of_wide(with_one_time(read_file(file))), str(file), symbol_of(file)) for file in files]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     dropped = tuple(field for field in OPTIONAL if field in any_ - common)
