@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
-from tailguard.envs.episodes import TradingTask
+from tailguard.envs.episodes import TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.agent_task import Conditions, agent_task, as_feed
@@ -104,6 +105,13 @@ class BacktestResult:
     symbols: tuple[str, ...]
     throttle: Float | None = None
     """Factor of the agent's throttle on its exposure, [T]; None without one. `targets` are those after it."""
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.around_the_clock(self.bars_per_year)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -111,10 +119,10 @@ class BacktestResult:
 
         `tailguard.evaluate.metrics` and docs/evaluation.md define each one.
         """
-        per_day = self.bars_per_year / metrics.DAYS_PER_YEAR
+        per_day = self.pace.per_day
         gross = np.abs(self.weights).sum(-1)
         return {
-            **metrics.track_record(self.equity, self.net, self.bars_per_year),
+            **metrics.track_record(self.equity, self.net, self.pace),
             "turnover_per_day": float(self.turnover.mean() * per_day),
             "exposure": float(gross.mean()),
             "net_exposure": float(self.weights.sum(-1).mean()),
@@ -184,6 +192,7 @@ def backtest(
     progress_bar: bool = True,
     warn_in_sample: bool = True,
     throttle: bool = True,
+    flat_by_close: bool = False,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -198,11 +207,12 @@ def backtest(
     prices.
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
     `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
+    `flat_by_close`: sell everything at the open of each session's last bar; an agent does as it was trained.
     `throttle`: reduce the exposure of an agent that has a throttle by the losses that it makes on these bars.
 
     An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
-    whenever it ends, while the account continues. Before each gap in the bars all positions are closed. A
-    liquidated account stays flat.
+    whenever it ends, while the account continues. Before each gap in the bars all positions are closed; they are
+    carried over nights, weekends and holidays of the market's calendar. A liquidated account stays flat.
     """
     check_count("delay", delay, low=0)
     check_range("noise", noise, low=0)
@@ -223,7 +233,15 @@ def backtest(
             panel, seen = market_panel(bars, feed, config, "portfolio"), seen_bars(bars, feed).panel("portfolio")
         market = build_market(panel, config, dtype=dtype)
         usable = np.ones(panel.rows, bool)
-        task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
+        flat_rows = rows_before_session_ends(panel) if flat_by_close else None
+        task = TradingTask(
+            market,
+            torch.zeros(panel.rows, 0),
+            (),
+            episode_length=panel.rows,
+            holdable=holdable_assets(panel),
+            flat_rows=flat_rows,
+        )
         decide = FunctionDecider(policy, seen) if callable(policy) else ArrayDecider(policy, panel)
     control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None
     return _run(task, decide, panel, usable, delay, progress_bar, control)
@@ -281,6 +299,8 @@ def _run(
     account = SerialAccount(task.market, stretches[0][0])
     flat = [0.0] * panel.assets
     shield, config = task.shield, task.market.config
+    sold = None if task.flat_rows is None else task.flat_rows.tolist()
+    there = None if task.holdable is None else task.holdable.tolist()
     done, liquidated = 0, False
     # The throttle counts traded bars: a gap begins the agent's window anew, and must not hide the losses before it.
     realised = EpisodeWindow(account.equity, account.equity)
@@ -303,6 +323,10 @@ def _run(
                     check_target(asked, panel, row, config)
                     waiting.append(asked)
                     target = waiting.popleft()
+                    if sold is not None and sold[row]:
+                        target = flat
+                    if there is not None:
+                        target = [weight if held else 0.0 for weight, held in zip(target, there[row], strict=True)]
                 if throttle is not None:
                     course.throttle[done] = throttle.factor
                     target = [weight * throttle.factor for weight in target]
@@ -385,6 +409,7 @@ def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) ->
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,
+        sessions=panel.sessions,
     )
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
-from tailguard.config import RunConfig, to_dict
+from tailguard.config import DataConfig, RunConfig, to_dict
 from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
+from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 BOUND = (
-    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
-    *("data.features", "env.accounts"),
+    *("data.symbols", "data.calendar", "data.universe", "data.gaps", "data.volume_unit", "data.adjust", "data.events"),
+    *("data.validation", "data.test", "data.embargo", "data.features", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
 
@@ -87,8 +88,23 @@ def load_market(config: RunConfig) -> MarketData:
         return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
         return MarketData(open_market(data.path))
-    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return MarketData(bars.select(*data.symbols) if data.symbols else bars)
+    return MarketData(read_bars(data.path, data))
+
+
+def read_bars(path: str | Path, data: DataConfig) -> Bars:
+    """The bars of a file or folder under these settings, of the symbols that they name."""
+    bars = load_bars(
+        path,
+        calendar=data.calendar,
+        gaps=data.gaps,
+        volume_unit=data.volume_unit,
+        adjust=data.adjust,
+        events=data.events,
+        universe=data.universe,
+        delistings=data.delistings or None,
+    )
+    bars = bars.select(*data.symbols) if data.symbols else bars
+    return bars if data.published is None else with_published(bars, data.published)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -154,6 +170,7 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         shield=config.env.shield,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
         randomisation=config.env.randomisation,
+        flat_by_close=config.env.flat_by_close,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )
