@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("evaluate",),
     ("runs",),
+    ("live",),
     ("bench",),
     ("cli",),
     ("__init__",),

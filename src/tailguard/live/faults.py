@@ -1,0 +1,129 @@
+"""Faults of a venue, drawn from a seed: what a network, an exchange and other people do to a trader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import numpy as np
+
+from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Probabilities, for each call unless it says otherwise."""
+
+    reply_lost: float = 0.0
+    """The order was taken, the answer did not arrive."""
+    request_lost: float = 0.0
+    """The order did not arrive."""
+    request_late: float = 0.0
+    """The order arrives up to the receive window later, without an answer."""
+    unavailable: float = 0.0
+    """An HTTP status 5xx: the order was taken in half of the cases."""
+    rate_limited: float = 0.0
+    """An HTTP status 429: not taken."""
+    rejected: float = 0.0
+    partial_fill: float = 0.0
+    """Only a share of the order is filled."""
+    read_fails: float = 0.0
+    """A question gets no answer."""
+    late_events: float = 0.0
+    """An order that was taken is not shown for up to two seconds."""
+    repeated_events: float = 0.0
+    """A list of orders has every order twice."""
+    disconnect: float = 0.0
+    """No call gets through for a while, up to `disconnect_calls` calls."""
+    clock_jump: float = 0.0
+    """The venue's clock jumps by up to ten seconds, either way."""
+    disconnect_calls: int = 40
+
+
+@dataclass
+class Faults:
+    """The faults of one venue. Without rates it has none."""
+
+    rates: FaultRates = field(default_factory=FaultRates)
+    seed: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Faults that happened, by name."""
+    clock_skew_ms: int = 0
+    """The venue's clock less the true time."""
+
+    def __post_init__(self) -> None:
+        self._draw = np.random.default_rng(self.seed)
+        self._silent = 0
+        self._under_way: list[tuple[int, OrderRequest]] = []
+
+    def before_read(self) -> None:
+        """Raise where a question gets no answer."""
+        self._connection()
+        if self._happens("read_fails"):
+            raise OutcomeUnknown("no answer")
+
+    def around_place(self, order: OrderRequest, accept: Callable[[OrderRequest], OrderReport], now: int) -> OrderReport:
+        """Bring an order to the venue and its answer back, or not."""
+        self._connection()
+        if self._happens("request_lost"):
+            raise OutcomeUnknown("connection reset")
+        if self._happens("request_late"):
+            self._under_way.append((now + int(self._draw.integers(0, 5_000)), order))
+            raise OutcomeUnknown("timed out")
+        if self._happens("rate_limited"):
+            raise RateLimited("429 too many requests", float(self._draw.integers(1, 4)))
+        if self._happens("rejected"):
+            raise Refused("margin is insufficient")
+        if self._happens("unavailable"):
+            if self._draw.random() < 0.5:
+                self._try(accept, order)
+            raise OutcomeUnknown("503 service unavailable")
+        if self._happens("reply_lost"):
+            self._try(accept, order)
+            raise OutcomeUnknown("timed out")
+        return accept(order)
+
+    def arrived(self, now: int) -> OrderRequest | None:
+        """An order that was under way and has arrived by now."""
+        for index, (moment, order) in enumerate(self._under_way):
+            if moment <= now:
+                del self._under_way[index]
+                return order
+        return None
+
+    def is_hidden(self, accepted_ms: int, now: int) -> bool:
+        return now < accepted_ms + 2_000 and self._happens("late_events")
+
+    def repeated(self, reports: Sequence[OrderReport]) -> list[OrderReport]:
+        if self._happens("repeated_events"):
+            return [report for report in reports for _ in range(2)]
+        return list(reports)
+
+    def partial(self, quantity: Decimal, lot: Decimal) -> Decimal:
+        if not self._happens("partial_fill"):
+            return quantity
+        share = Decimal(repr(float(self._draw.random())))
+        return (abs(quantity) * share // lot * lot).copy_sign(quantity)
+
+    def _connection(self) -> None:
+        if self._happens("clock_jump"):
+            self.clock_skew_ms = int(self._draw.integers(-10_000, 10_000))
+        if self._happens("disconnect"):
+            self._silent = int(self._draw.integers(1, self.rates.disconnect_calls + 1))
+        if self._silent:
+            self._silent -= 1
+            raise OutcomeUnknown("network is unreachable")
+
+    def _try(self, accept: Callable[[OrderRequest], OrderReport], order: OrderRequest) -> None:
+        try:
+            accept(order)
+        except Refused:
+            return
+
+    def _happens(self, name: str) -> bool:
+        rate = getattr(self.rates, name)
+        if not rate or self._draw.random() >= rate:
+            return False
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return True
