@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,19 +13,17 @@ import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.data.bars import Bars
 from tailguard.envs.shield import Shield
-from tailguard.evaluate.decision import Decision
-from tailguard.live.bars import BarHistory, LiveBar, ReplaySource
-from tailguard.live.decide import AccountAtClose, BarDecider, LiveDecider
-from tailguard.live.faults import Faults
+from tailguard.live.bars import BarHistory
+from tailguard.live.decide import BarDecider, LiveDecider
 from tailguard.live.guards import GuardConfig
-from tailguard.live.journal import Journal, nowhere, read_records
+from tailguard.live.journal import Journal
 from tailguard.live.kill import KillSwitch
 from tailguard.live.orders import OrderConfig
-from tailguard.live.paper import PaperVenue
 from tailguard.live.session import Session, SessionConfig
 from tailguard.live.shadow import SimulatedAccount
-from tailguard.live.venue import Instrument, SimulatedClock
-from tailguard.market import MarketConfig, build_market
+from tailguard.live.simulation import RandomWeights, ReplayedMarket, World
+from tailguard.live.venue import SimulatedClock
+from tailguard.market import MarketConfig
 from tailguard.risk.exposure import Exposure
 
 HOUR = 3_600_000
@@ -106,105 +102,7 @@ def shadow_session(tmp_path: Path) -> ShadowMaker:
     return make
 
 
-class RuleDecider:
-    """Random target weights by the bar's time: a policy that needs no features, so that many schedules are cheap."""
-
-    def __init__(self, assets: int, gross: float = 1.0) -> None:
-        self.assets, self.gross, self.row = assets, gross, -1
-        self._time = 0
-
-    def read(self, *bars: LiveBar) -> None:
-        self.row += len(bars)
-        self._time = bars[-1].time_ms
-
-    def can_decide(self, row: int) -> bool:
-        return row >= 0
-
-    def prepare(self, account: AccountAtClose) -> dict[str, Any]:
-        return {"window": [account.equity, account.equity, 0]}
-
-    def decide(self, account: AccountAtClose) -> Decision:
-        assert account.row == self.row
-        return Decision(self.weights_at(self._time))
-
-    def weights_at(self, time_ms: int) -> list[float]:
-        drawn = np.random.default_rng(time_ms).uniform(-1, 1, self.assets)
-        return (self.gross * drawn / max(1.0, np.abs(drawn).sum())).tolist()
-
-    def restore(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        for record in decisions:
-            assert record["target"] == self.weights_at(record["bar"])
-
-
-@dataclass
-class PaperWorld:
-    """A venue with a clock, and the files that survive a crash of the session that trades there."""
-
-    folder: Path
-    bars: Bars
-    first_ms: int
-    config: MarketConfig
-    make_decider: Callable[[], BarDecider]
-    guards: GuardConfig = LOOSE
-    orders: OrderConfig = field(default_factory=OrderConfig)
-    faults: Faults = field(default_factory=Faults)
-    instruments: dict[str, Instrument] | None = None
-    window: int = 32
-    crash_point: Callable[[str], None] = nowhere
-
-    def __post_init__(self) -> None:
-        self.panel = self.bars.panel()
-        self.clock = SimulatedClock(self.first_ms)
-        market = build_market(self.panel, self.config, dtype=torch.float64)
-        self.venue = PaperVenue(market, self.panel, self.clock, instruments=self.instruments, faults=self.faults)
-        self.kill = KillSwitch(self.folder / "KILL")
-        self.journal_path = self.folder / "journal.jsonl"
-        self._open: Journal | None = None
-        self._started: Session | None = None
-
-    def session(self) -> Session:
-        """A session as a fresh process would make it."""
-        if self._open is not None:
-            self._open.close()
-        self._open = Journal(self.journal_path, crash_point=self.crash_point, sync=False)
-        config = SessionConfig(
-            run="world",
-            mode="paper",
-            symbols=self.bars.symbols,
-            capital=self.config.capital,
-            leverage=self.config.leverage,
-            bar_ms=self.panel.frequency_ms,
-            window=self.window,
-            guards=self.guards,
-            orders=self.orders,
-        )
-        return Session(
-            config,
-            self.make_decider(),
-            self._open,
-            self.clock,
-            self.kill,
-            venue=self.venue,
-            crash_point=self.crash_point,
-        )
-
-    def trade(self, session: Session, count: int | None = None) -> None:
-        """Start the session, if it is new, and give it the next bars."""
-        if session is not self._started:
-            session.start()
-            self._started = session
-        state = session.ledger.state
-        after = state.bars[-1].time_ms if state.bars else self.first_ms - 1
-        source = ReplaySource(self.bars, after, self.clock)
-        while (count is None or count > 0) and (bar := source.next_bar()) is not None:
-            session.on_bar(bar)
-            count = None if count is None else count - 1
-
-    def records(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in read_records(self.journal_path) if record["kind"] == kind]
-
-
-WorldMaker = Callable[..., PaperWorld]
+WorldMaker = Callable[..., World]
 
 
 @pytest.fixture
@@ -217,11 +115,10 @@ def paper_world(tmp_path: Path) -> WorldMaker:
         make_decider: Callable[[], BarDecider] | None = None,
         config: MarketConfig | None = None,
         **settings: Any,
-    ) -> PaperWorld:
+    ) -> World:
         bars = bars or tg.make_market(130, seed=3).bars
-        make_decider = make_decider or (lambda: RuleDecider(len(bars.symbols)))
-        return PaperWorld(
-            tmp_path, bars, open_time(bars, first_row), config or MarketConfig(), make_decider, **settings
-        )
+        make_decider = make_decider or (lambda: RandomWeights(len(bars.symbols)))
+        market = ReplayedMarket.of(bars, config or MarketConfig(), first_row)
+        return World(tmp_path, market, make_decider, **{"guards": LOOSE, **settings})
 
     return make

@@ -15,15 +15,16 @@ from tailguard.live.bars import LiveBar, bars_of
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig, Guards
 from tailguard.live.session import Killed
+from tailguard.live.simulation import RandomWeights
 from tailguard.live.state import DAY_MS, HOUR_MS, LiveState
 
-from .conftest import HOUR, LOOSE, RuleDecider, WorldMaker
+from .conftest import HOUR, LOOSE, WorldMaker
 from .test_reconcile import Constant
 
 CAPITAL = 100_000.0
 
 
-class Swing(RuleDecider):
+class Swing(RandomWeights):
     """Full long and full short in turn: an order of twice the equity at every bar."""
 
     def weights_at(self, time_ms: int) -> list[float]:

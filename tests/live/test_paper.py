@@ -15,16 +15,17 @@ from tailguard.live.bars import BarHistory
 from tailguard.live.decide import LiveDecider
 from tailguard.live.paper import PaperVenue
 from tailguard.live.session import Killed
+from tailguard.live.simulation import RandomWeights
 from tailguard.live.venue import Instrument, OrderRequest, Refused, SimulatedClock, WrongClock
 from tailguard.market import MarketConfig, build_market
 from tailguard.market.costs import Cost, register_cost, turnover_cost, unregister_cost
 
-from .conftest import HOUR, RuleDecider, WorldMaker, open_time
+from .conftest import HOUR, WorldMaker, open_time
 
 
 def targets_of(bars, first_row: int, gross: float = 1.0) -> np.ndarray:
     """The rule's weights as an array for a backtest, flat before the first bar of the session."""
-    rule, panel = RuleDecider(len(bars.symbols), gross), bars.panel()
+    rule, panel = RandomWeights(len(bars.symbols), gross), bars.panel()
     targets = np.array([rule.weights_at(int(moment)) for moment in panel.time])
     targets[:first_row] = 0.0
     return targets
@@ -43,7 +44,7 @@ CASES = {
 def test_paper_equity_is_the_simulators(paper_world: WorldMaker, case: str, assets: int) -> None:
     config = CASES[case]
     bars = tg.make_market(300, assets=assets, seed=3).bars
-    world = paper_world(bars, config=config, make_decider=lambda: RuleDecider(assets, config.leverage))
+    world = paper_world(bars, config=config, make_decider=lambda: RandomWeights(assets, config.leverage))
     world.trade(world.session())
     expected = tg.backtest(targets_of(bars, 10, config.leverage), bars, config, progress_bar=False)
     paper = [record["equity"] for record in world.records("decision")]
@@ -105,7 +106,7 @@ def test_a_liquidation_leaves_what_the_simulator_leaves_and_ends_trading(paper_w
         )
     bars = replace(bars, frame=frame)
 
-    class Long(RuleDecider):
+    class Long(RandomWeights):
         def weights_at(self, _: int) -> list[float]:
             return [9.0]
 

@@ -7,11 +7,13 @@ from decimal import Decimal
 import pytest
 
 from tailguard.live.orders import PREFIX
-from tailguard.live.reconcile import divide_position, plain
+from tailguard.live.reconcile import plain
 from tailguard.live.session import Killed
+from tailguard.live.simulation import RandomWeights
+from tailguard.live.state import divide_position
 from tailguard.live.venue import OrderRequest
 
-from .conftest import RuleDecider, WorldMaker
+from .conftest import WorldMaker
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,7 @@ def test_a_position_is_divided_into_ours_and_not_ours(found, ours, kept, foreign
     assert divide_position(Decimal(found), Decimal(ours)) == (kept, foreign)
 
 
-class Constant(RuleDecider):
+class Constant(RandomWeights):
     """Always the same weight."""
 
     def __init__(self, weight: float) -> None:
@@ -117,3 +119,16 @@ def test_a_liquidation_by_the_venue_is_taken_in_and_kills(paper_world: WorldMake
     assert session.ledger.state.ours[symbol] == 0
     assert "position" not in session.ledger.state.frozen
     assert len(world.venue.sends) == sends
+
+
+def test_a_liquidation_takes_what_is_not_ours_too(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    world.venue.trade_outside(symbol, Decimal(2))
+    world.trade(session, 1)
+    assert session.ledger.state.foreign[symbol] == 2
+    world.venue.liquidate_now()
+    with pytest.raises(Killed):
+        world.trade(session, 1)
+    assert (session.ledger.state.ours[symbol], session.ledger.state.foreign[symbol]) == (0, 0)

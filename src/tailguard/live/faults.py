@@ -10,6 +10,9 @@ import numpy as np
 
 from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused
 
+LONGEST_SILENCE = 40
+"""Calls that a disconnection lasts, at most."""
+
 
 @dataclass(frozen=True)
 class FaultRates:
@@ -35,10 +38,9 @@ class FaultRates:
     repeated_events: float = 0.0
     """A list of orders has every order twice."""
     disconnect: float = 0.0
-    """No call gets through for a while, up to `disconnect_calls` calls."""
+    """No call gets through for a while, up to `LONGEST_SILENCE` calls."""
     clock_jump: float = 0.0
     """The venue's clock jumps by up to ten seconds, either way."""
-    disconnect_calls: int = 40
 
 
 @dataclass
@@ -56,6 +58,10 @@ class Faults:
         self._draw = np.random.default_rng(self.seed)
         self._silent = 0
         self._under_way: list[tuple[int, OrderRequest]] = []
+
+    def stop(self) -> None:
+        """From now on there are none."""
+        self.rates, self.clock_skew_ms, self._silent = FaultRates(), 0, 0
 
     def before_read(self) -> None:
         """Raise where a question gets no answer."""
@@ -110,7 +116,7 @@ class Faults:
         if self._happens("clock_jump"):
             self.clock_skew_ms = int(self._draw.integers(-10_000, 10_000))
         if self._happens("disconnect"):
-            self._silent = int(self._draw.integers(1, self.rates.disconnect_calls + 1))
+            self._silent = int(self._draw.integers(1, LONGEST_SILENCE + 1))
         if self._silent:
             self._silent -= 1
             raise OutcomeUnknown("network is unreachable")

@@ -11,10 +11,8 @@ from __future__ import annotations
 from decimal import Decimal
 
 from tailguard.live.orders import PREFIX, OrderDesk
-from tailguard.live.state import DAY_MS
+from tailguard.live.state import DAY_MS, ZERO, divide_position
 from tailguard.live.venue import VenueAccount
-
-ZERO = Decimal(0)
 
 
 def reconcile(desk: OrderDesk) -> VenueAccount:
@@ -51,12 +49,6 @@ def reconcile(desk: OrderDesk) -> VenueAccount:
         ledger.record("freeze", guard="position", message=message)
         ledger.record("adopt", symbol=symbol, ours=str(ours), foreign=str(foreign))
     return account
-
-
-def divide_position(found: Decimal, ours: Decimal) -> tuple[Decimal, Decimal]:
-    """What of the venue's position is ours and what is not: ours never grows, and never beyond what is there."""
-    kept = ZERO if found * ours <= 0 else min(abs(found), abs(ours)).copy_sign(ours)
-    return kept, found - kept
 
 
 def plain(quantity: Decimal) -> str:

@@ -19,6 +19,7 @@ RECENT = 512
 """Finished orders that are kept, to recognise news about them."""
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
+ZERO = Decimal(0)
 
 
 @dataclass
@@ -148,8 +149,9 @@ class LiveState:
             _forget(self.traded, lambda each: each[0] <= record["time"] - DAY_MS)
 
     def _on_forced(self, record: Record) -> None:
-        self.forced = record["number"]
-        self.ours[record["symbol"]] += Decimal(record["quantity"])
+        self.forced, symbol = record["number"], record["symbol"]
+        left = self.ours[symbol] + self.foreign[symbol] + Decimal(record["quantity"])
+        self.ours[symbol], self.foreign[symbol] = divide_position(left, self.ours[symbol])
 
     def _on_adopt(self, record: Record) -> None:
         self.ours[record["symbol"]] = Decimal(record["ours"])
@@ -189,6 +191,12 @@ class LiveState:
 def _forget(queue: deque[Any], is_old: Callable[[Any], bool]) -> None:
     while queue and is_old(queue[0]):
         queue.popleft()
+
+
+def divide_position(found: Decimal, ours: Decimal) -> tuple[Decimal, Decimal]:
+    """What of the venue's position is ours and what is not: ours never grows, and never beyond what is there."""
+    kept = ZERO if found * ours <= 0 else min(abs(found), abs(ours)).copy_sign(ours)
+    return kept, found - kept
 
 
 class Ledger:
