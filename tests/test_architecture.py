@@ -13,8 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "deprecated", "errors", "flags", "memory", "places", "plugins"),
-    ("sealed", "shuffle", "validate"),
+    ("_version", "console", "deprecated", "device_ops", "errors", "memory_limits", "places", "plugins"),
+    ("sealed", "validate"),
     ("data",),
     ("market",),
     ("envs",),

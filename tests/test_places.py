@@ -13,13 +13,13 @@ import torch
 
 from tailguard.config import RunConfig, load_config
 from tailguard.data.synthetic import make_market
-from tailguard.envs.mapped_market import open_market
+from tailguard.envs.prepared_market import open_market
 from tailguard.errors import ConfigError
 from tailguard.evaluate.trials import Trial, read_trials, record_trial
 from tailguard.experiment.settings import edited_settings
 from tailguard.places import lock, new_folder, put_in_place, read_plain, recover, write_synced
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.preparing import prepare_market
+from tailguard.runs.prepare_market import prepare_market
 from tailguard.runs.walk_forward import _read_plan
 from tailguard.sealed import read_sealed, write_sealed
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tailguard.data.splits import split_bars as split_bars
     from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
-    from tailguard.envs.mapped_market import open_market as open_market
+    from tailguard.envs.prepared_market import open_market as open_market
     from tailguard.envs.trading import TradingEnv as TradingEnv
     from tailguard.errors import BarsError as BarsError
     from tailguard.errors import BarsWarning as BarsWarning
@@ -54,7 +54,7 @@ _PUBLIC = {
     "load_agent": "tailguard.algorithm.ensemble",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",
-    "open_market": "tailguard.envs.mapped_market",
+    "open_market": "tailguard.envs.prepared_market",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]

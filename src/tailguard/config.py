@@ -235,10 +235,10 @@ def load_config(
             try:
                 _build(so_far, source)
             except ConfigError as error:
-                found = error
+                failure = error
             else:
                 break
-        raise found from None
+        raise failure from None
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -329,12 +329,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    found = _parse_yaml(text, str(path))
-    if found is None:
+    sections = _parse_yaml(text, str(path))
+    if sections is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
-    return found
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(sections).__name__}")
+    return sections
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -15,6 +15,26 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {
+    "tailguard.algorithm.callbacks": {
+        "Callback": "tailguard.monitor.callbacks.Callback",
+        "CallbackProtocol": "tailguard.monitor.callbacks.CallbackProtocol",
+        "EveryIteration": "tailguard.monitor.callbacks.EveryIteration",
+        "make_callback": "tailguard.monitor.callbacks.make_callback",
+        "make_callbacks": "tailguard.monitor.callbacks.make_callbacks",
+    },
+    "tailguard.envs.mapped_market": {
+        "MappedBars": "tailguard.envs.prepared_market.MappedBars",
+        "PreparedMarket": "tailguard.envs.prepared_market.PreparedMarket",
+        "is_prepared_market": "tailguard.envs.prepared_market.is_prepared_market",
+        "open_market": "tailguard.envs.prepared_market.open_market",
+    },
+    "tailguard.memory": {
+        "free_memory": "tailguard.memory_limits.free_memory",
+        "keep_freed_memory": "tailguard.memory_limits.keep_freed_memory",
+    },
+    "tailguard.runs.preparing": {
+        "prepare_market": "tailguard.runs.prepare_market.prepare_market",
+    },
     "tailguard.evaluate.calibration": {
         "Calibration": "tailguard.evaluate.prediction_calibration.Calibration",
         "RiskBudget": "tailguard.evaluate.budget.BudgetCheck",

@@ -109,10 +109,12 @@ def _leftovers(place: Path) -> list[tuple[Path, str]]:
     """Folders that processes have left next to the place, `.old` ones first."""
     name = re.compile(re.escape(f".{place.name}.") + r"\d+\.(partial|old)")
     try:
-        found = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
+        leftovers = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
     except OSError:
         return []
-    return sorted(((path, kind) for path, kind in found if _is_folder(path)), key=lambda one: (one[1] != "old", one[0]))
+    return sorted(
+        ((path, kind) for path, kind in leftovers if _is_folder(path)), key=lambda one: (one[1] != "old", one[0])
+    )
 
 
 def _is_folder(path: Path) -> bool:

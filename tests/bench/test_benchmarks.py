@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tailguard.bench.training import Shape, trading_env
+from tailguard.bench.own_learner import Shape, trading_env
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.synthetic import make_market
 

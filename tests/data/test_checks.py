@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailguard.data.check_bars import validate
 from tailguard.data.checks import check_duplicates, check_gaps, check_order, check_ranges, most_common_step
 from tailguard.data.findings import error_message
-from tailguard.data.validation import validate
 
 HOUR = timedelta(hours=1)
 Corrupt = Callable[[pl.DataFrame, int], pl.DataFrame]

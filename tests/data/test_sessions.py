@@ -12,10 +12,10 @@ import pytest
 from backtesting.test import EURUSD, GOOG
 
 from tailguard.config import RunConfig, load_config
-from tailguard.data.import_bars import import_bars
+from tailguard.data.check_bars import validate
+from tailguard.data.disk.import_bars import import_bars
 from tailguard.data.sessions import check_sessions
 from tailguard.data.sources import load_bars
-from tailguard.data.validation import validate
 from tailguard.errors import BarsError
 from tailguard.experiment.build import load_market
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailguard.data.check_bars import validate
 from tailguard.data.checks import PRICES
 from tailguard.data.suspicions import check_empty, check_spikes, check_stale
-from tailguard.data.validation import validate
 
 HOUR = timedelta(hours=1)
 

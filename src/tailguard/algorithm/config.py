@@ -54,9 +54,9 @@ class LearnerConfig:
     """λ of the advantage estimate, 0 to 1."""
     distribution_lambda: float = 1.0
     """λ of the distribution's targets, 0 to 1. Below 1 samples bootstrap more often, and the tail of a long episode is
-    too mild: by 11 to 14 % at 0.95 and 256 steps, by 2 % at 1 (docs/cvar.md)."""
+    underestimated: by 11 to 14 % at 0.95 and 256 steps, by 2 % at 1 (docs/cvar.md)."""
     distribution_target: DistributionTarget = "sr_lambda"
-    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too mild."""
+    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too light."""
     baseline: Baseline = "scalar"
     """Value that GAE uses: the scalar head, or the mean of the distribution, which misses crashes rarer than 1/(2N)."""
     twin_mode: TwinMode = "min"
@@ -73,8 +73,8 @@ class LearnerConfig:
     value_clip_sd_ratio: float = 1.5
     """mean_and_variance: largest factor between the old and the new standard deviation."""
     huber_kappa: float = 0.0
-    """κ of the quantile Huber loss, in units of critic/return_std as value_clip_limit; 0: pinball loss. Above 0.01
-    the tail gets too mild."""
+    """κ of the quantile Huber loss, in units of critic/return_std as value_clip_limit; 0: pinball loss. Above 0.01 the
+    tail is underestimated."""
     entropy_coef: float | str = 0.0
     """Weight of the entropy bonus, a schedule; 0 to 0.05."""
     max_grad_norm: float = 0.5
@@ -87,7 +87,7 @@ class LearnerConfig:
     observation_clip: float = 10.0
     """Scaled observations are clipped to ± this many standard deviations; without scaling there is no clip."""
     return_decay: float = 0.99
-    """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    """Weight of the past in the return's running scale, per rollout; 1 counts all rollouts equally."""
     runtime: RuntimeKind = "auto"
     """How iterations run: eager, compile, graph (compiled, and recorded as CUDA graphs), or auto: graph on a GPU where
     everything can be recorded, eager elsewhere."""
@@ -157,7 +157,7 @@ class LearnerConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
+        """The config from the output of `dataclasses.asdict`, also after a JSON round trip."""
         parts = dict(settings)
         network: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in parts["network"].items()
@@ -296,12 +296,13 @@ class PathwiseConfig(LearnerConfig):
     learning_rate: float | str = "linear:2e-2:2e-3"
     """Step size of the policy, a schedule; 1e-3 to 3e-2."""
     network: NetworkConfig = field(default_factory=lambda: NetworkConfig(hidden=(32,), lstm_size=32))
-    """Shape of the network. It is small, because gradients through the market learn few years by heart in seconds."""
+    """Shape of the network. It is small, because gradients through the market overfit a few years of bars in seconds.
+    """
     critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int | None = None
-    """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing;
-    none: 1, or 0 where a window is a whole episode."""
+    """Passes of the critics over a window, 1 to 20; 0: no critics, so rewards after a window do not count; none: 1, or
+    0 where a window is a whole episode."""
     max_grad_norm: float = 1.0
     """Gradient norm is clipped to this; 0 or less is off."""
     stochastic: bool = False

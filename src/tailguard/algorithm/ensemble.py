@@ -36,7 +36,7 @@ class Ensemble:
     member keeps a memory of its own; all of them see the one account.
 
     `members`: at least one; agents with continuous actions, trained on the same features and scaling.
-    `exposure`: a factor on the mean action, or an `Exposure` that also says how it was found.
+    `exposure`: a factor on the mean action, or an `Exposure` that also says how it was calibrated.
     `throttled`: whether realised losses reduce the exposure further in backtests and trading; needs an `Exposure`.
     """
 
@@ -47,7 +47,7 @@ class Ensemble:
             raise ConfigError("members: an ensemble needs at least one agent")
         self.members = tuple(members)
         self.calibration = exposure if isinstance(exposure, Exposure) else None
-        """How the exposure was found; None where it was given."""
+        """How the exposure was calibrated; None where it was given."""
         self.exposure = exposure.factor if isinstance(exposure, Exposure) else exposure
         check_range("exposure", self.exposure, low=0)
         self.throttled = throttled
@@ -62,7 +62,7 @@ class Ensemble:
 
     @property
     def spec(self) -> TradingSpec | None:
-        """What the members must find again on new bars; None if they were not trained on bars."""
+        """What the members need to trade new bars; None if they were not trained on bars."""
         return self.members[0].spec
 
     @property

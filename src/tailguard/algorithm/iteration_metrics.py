@@ -1,7 +1,7 @@
 """The metrics of an iteration. A new one is one line in one of the tables below, or a function under `@metric`.
 
-Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
-waiting; the learner reads all metrics together, once.
+Everything is computed on the device from tensors that the iteration already holds, with fixed shapes and without a host
+sync; the learner reads all metrics together, once.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Snapshot:
     def gaps(self) -> Tensor | None:
         """From each quantile that a critic gives to the next, in standard deviations of the return, [C, T, N, Q − 1].
 
-        As the critics say them, before they are sorted: below 0 where two stand in the wrong order.
+        Unsorted, as the critics output them: below 0 where two quantiles cross.
         """
         views = self.estimates.views
         gaps = [

@@ -1,4 +1,4 @@
-"""What every learner shares: `learn`, one iteration's common steps, and all that a checkpoint needs."""
+"""The common base of learners: `learn`, the shared steps of an iteration, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
+from tailguard.algorithm.learner_state import GeneratorState, Stateful
 from tailguard.algorithm.recording import IterationRecorder
-from tailguard.algorithm.risk import RiskBudget
+from tailguard.algorithm.risk_budget import RiskBudget
 from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
 from tailguard.algorithm.runtime import detached
-from tailguard.algorithm.state import GeneratorState, Stateful
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
 from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
-from tailguard.monitor.summary import html_table, one_line
+from tailguard.monitor.object_repr import html_table, one_line
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Learner(Agent):
-    """The common part of all learners. What one does with a rollout is its `_iterate`."""
+    """Base class of the learners. A subclass implements `_iterate`: one rollout and what it learns from it."""
 
     kind: ClassVar[str]
     """Name of the learner in a run's settings."""
@@ -71,15 +71,15 @@ class Learner(Agent):
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
-        """What the last iteration's metrics were made of, for callbacks that show more."""
+        """Data behind the last iteration's metrics, for callbacks that show more."""
         self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Metrics of the last iteration, under SB3's names where it has them."""
         self.recorded: dict[str, float] = self.metrics
-        """Where metrics that callbacks record go: to the iteration under way, else to the last one."""
+        """Where metrics recorded by callbacks go: to the current iteration, else to the last one."""
 
     def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
-        """What the optimiser moves, in groups where they have step sizes of their own."""
+        """Parameters for the optimiser, in groups where learning rates differ."""
         return list(self.policy.parameters())
 
     def _generators(self) -> list[torch.Generator]:
@@ -89,7 +89,7 @@ class Learner(Agent):
         return [*generators, self.env.generator] if isinstance(self.env, FunctionalEnv) else generators
 
     def parts(self) -> dict[str, Stateful]:
-        """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
+        """All stateful parts by name: together with the environment's state, everything that a checkpoint needs."""
         parts = self.context.parts()
         parts |= {
             "observations": self.observation_moments,
@@ -160,7 +160,7 @@ class Learner(Agent):
 
     @abstractmethod
     def set_hyper(self) -> object:
-        """Write today's hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+        """Write the current hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
 
     def _begin(self) -> RolloutState:
         """Fresh episodes and empty memories."""
@@ -172,7 +172,7 @@ class Learner(Agent):
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
     def _collect(self, noise: Tensor | None = None) -> Rollout:
-        """Act for one rollout; episodes and memories go on from where they stand, without a gradient.
+        """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
         `noise`: see `collect`.
         """
@@ -272,7 +272,7 @@ class Learner(Agent):
         return parameters_of(self)
 
     def set_parameters(self, parameters: Mapping[str, Any] | str | Path, exact_match: bool = True) -> None:
-        """Put in what `get_parameters` gave, or the parameters of a saved agent.
+        """Load what `get_parameters` returned, or the parameters of a saved agent.
 
         `exact_match`: raise unless all of them are there; False takes some of them, and of `policy` some weights.
         """
@@ -299,7 +299,7 @@ class Learner(Agent):
     ) -> Self:
         """Read an agent that `save` wrote. Without an `env` it can predict and be backtested; `set_env` lets it learn.
 
-        An agent of another learner goes on with this one: with its weights and statistics, this learner's own default
+        An agent of another learner continues with this one: with its weights and statistics, this learner's own default
         settings where the two differ, and a fresh optimiser. `verbose` and `tensorboard_log` are not saved.
         """
         from tailguard.algorithm.saving import load_agent

@@ -1,9 +1,9 @@
-"""Gradients through the market: act, add up what the account earns, and send the gradient back. Reads top to bottom.
+"""Gradients through the market: simulate a window, sum its rewards, and backpropagate to the policy.
 
-Prices do not answer to an account of ordinary size. So what it earns is a known, differentiable function of the
-weights it held, and the gradient of that can go back through costs, fills, positions and the LSTM: no exploration, no
-score function, no advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with what a critic says the
-account's state is worth, whose slope in that state carries what comes later (SHAC, Xu et al. 2022):
+An account of ordinary size does not move prices. Its P&L is therefore a known, differentiable function of the weights
+it held, and the gradient flows back through costs, fills, positions and the LSTM: no exploration, no score function, no
+advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with a critic's value of the account's state,
+whose gradient in that state stands for all that comes later (SHAC, Xu et al. 2022):
 
     J = E[ Σ_{t<T} γ^t·r_t + γ^T·V(x_T) ],    dJ/dθ by back-propagation through r, x and the memory
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
 
 SATURATED = 0.99
-"""A squashed action this near to its bound has next to no slope left."""
+"""A squashed action this near to its bound has almost no gradient."""
 
 
 class PathwiseLearner(Learner):
-    """A recurrent policy that learns by gradients through a market that does not answer.
+    """A recurrent policy trained by gradients through a market that the agent does not move.
 
     `env`: a `tailguard.TradingEnv`, or a `FunctionalEnv` of your own whose `transition` is differentiable in state and
         action and that says so with `differentiable = True`.
@@ -90,7 +90,7 @@ class PathwiseLearner(Learner):
         self.set_hyper()
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The policy, and what only the critics read: they learn at rates of their own."""
+        """Two groups with their own learning rates: the policy's parameters, and those that only critics use."""
         policy = [*self.policy.each_trunk()[0].parameters(), *self.policy.action_head.parameters()]
         known = {id(parameter) for parameter in policy}
         critics = [parameter for parameter in self.policy.parameters() if id(parameter) not in known]
@@ -116,7 +116,7 @@ class PathwiseLearner(Learner):
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def _learn_policy(self) -> _Window:
-        """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
+        """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
         traced = self._collect(noise=noise)
         rollout = detached(traced)
@@ -136,7 +136,7 @@ class PathwiseLearner(Learner):
         return _Window(rollout, Prepared(estimates, batch, metrics), usable)
 
     def _noise(self) -> Tensor:
-        """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
+        """Noise of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
         shape = (self.config.n_steps, self.env.num_envs)
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
@@ -144,7 +144,7 @@ class PathwiseLearner(Learner):
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a window earns, and what its end is worth, less the weighted cost of its risk; mean over the accounts.
+        """Rewards of a window plus the value of its end, minus λ times its risk cost; mean over the accounts.
 
         `rollout` carries the gradient. `final_obs` is what the critics' values of the successors depend on.
         """
@@ -171,7 +171,7 @@ class PathwiseLearner(Learner):
         return objective, metrics
 
     def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
-        """Move the policy up the gradient of the objective; returns metrics of the gradient through time."""
+        """One optimiser step up the gradient of the objective; returns metrics of the gradient through time."""
         loss = -objective
         metrics: dict[str, Tensor] = {}
         if self.config.uses_entropy:
@@ -187,7 +187,7 @@ class PathwiseLearner(Learner):
 
 @dataclass(frozen=True)
 class _Window:
-    """What an iteration goes on with once the policy has moved."""
+    """Results of the policy step that the rest of the iteration uses."""
 
     rollout: Rollout
     prepared: Prepared
@@ -211,7 +211,7 @@ def discounts(ended: Tensor, gamma: float) -> Tensor:
 
 
 def _bootstrapped(rollout: Rollout) -> Tensor:
-    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless in ruin."""
+    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless terminated."""
     keeps = rollout.truncated.clone()
     keeps[-1] = ~rollout.terminated[-1]
     return (keeps & rollout.valid).float()

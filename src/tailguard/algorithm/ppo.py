@@ -81,7 +81,7 @@ class DistributionalPPO(Learner):
         self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
         self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
-        """The batch with what the extensions added, in the place where recorded minibatches find it."""
+        """The batch with the extensions' additions, in the storage that recorded minibatches read."""
         self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.extensions)
         self.set_hyper()
 
@@ -100,7 +100,7 @@ class DistributionalPPO(Learner):
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def set_hyper(self) -> Hyper:
-        """Today's hyper-parameters, in the tensors that the optimiser, the policy and recorded graphs hold."""
+        """Write the current hyper-parameters into the tensors that optimiser, policy and recorded graphs hold."""
         config, progress, hyper = self.config, self.state.progress, self.hyper
         if isinstance(self.policy.action_head, GaussianHead):
             self.policy.action_head.exploration.fill_(math.log(Schedule.parse(config.exploration)(progress)))
@@ -116,7 +116,7 @@ class DistributionalPPO(Learner):
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
-        """Evaluate the critics, estimate returns, weigh in the risk, normalise the advantages and make the batch."""
+        """Evaluate critics, estimate returns, subtract the risk cost, normalise advantages and make the batch."""
         _, estimates, usable = self.targets.estimate(rollout, usable)
         if not usable:
             return Prepared(estimates, None, {})
@@ -129,7 +129,7 @@ class DistributionalPPO(Learner):
         return Prepared(estimates, batch, metrics)
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
-        """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""
+        """Let the extensions add to the batch. They run outside recorded graphs, so they may sync and branch."""
         batch = prepared.batch
         assert batch is not None  # a rollout that can be used has one
         for extension in self.extensions:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
-from tailguard.flags import may_hold_any
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
 
@@ -20,12 +20,12 @@ MEASURED = ("pnl", "drawdown", "net")
 
 @dataclass(frozen=True)
 class ObservationScale:
-    """Observation statistics as they were when the rollout began; they do not move while it runs."""
+    """Observation statistics at the start of the rollout; they are constant while it runs."""
 
     mean: Tensor
     std: Tensor
     clip: float
-    """Bound of what comes out; infinite where observations are not normalised."""
+    """Bound of the scaled observations; infinite where observations are not normalised."""
 
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
@@ -33,14 +33,14 @@ class ObservationScale:
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Where acting stands between two rollouts."""
+    """State carried from one rollout to the next."""
 
     obs: Tensor
-    """What the policy sees next, raw, [N, O]."""
+    """The next observation, raw, [N, O]."""
     episode_start: Tensor
     """Whether `obs` is the first of its episode, [N] bool."""
     state: PolicyState
-    """Memory of every trunk before it reads `obs`."""
+    """Recurrent state of every trunk before it reads `obs`."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,16 @@ class Rollout:
     valid: Tensor
     """[T, N] bool each; rows with `valid` false carry no loss (see `Step`)."""
     final_rows: tuple[int, ...]
-    """The rows after which some episode ended, and the last one, in order; all rows, where looking is not free."""
+    """The rows after which some episode ended, and the last one, in order; all rows where checking would need a device
+    sync."""
     final_obs: Tensor
     """Their true successors, raw, [K, N, O]."""
     scale: ObservationScale
-    """What made `scaled_obs` of `obs`."""
+    """Scaling from `obs` to `scaled_obs`."""
     start_state: PolicyState
-    """Memory of every trunk before the first row."""
+    """Recurrent state of every trunk before the first row."""
     outcome: dict[str, Tensor]
-    """What the environment said of each step, [T, N] each."""
+    """The environment's `outcome` of each step, [T, N] each."""
     memory_resets: Tensor
     """Environments whose memory was not finite before the first row and was cleared, []."""
 
@@ -89,16 +90,16 @@ class Rollout:
 
 
 Acted = tuple[Tensor, Tensor, Tensor]
-"""What the network saw, the parameters of its action distribution and the raw action, [N, ...] each."""
+"""Scaled observation, parameters of the action distribution and raw action, [N, ...] each."""
 
 
 def act(
     policy: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, noise: Tensor
 ) -> tuple[Acted, MemoryState]:
-    """Look at one row and choose.
+    """Choose actions for one row.
 
-    A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
-    nor environment may be spoilt by it for longer.
+    A non-finite observation is replaced by the mean: the rollout is not learned from, but it must not corrupt the
+    recurrent state or the environment beyond it.
     """
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     dist_params, memory = policy.act(scaled, memory, start)
@@ -116,14 +117,14 @@ def act_and_step(
     env_state: Any,
     env_noise: Tensor,
 ) -> tuple[Acted, MemoryState, Any, Step]:
-    """Choose and let the environment answer: everything from one row to the next, as a pure function."""
+    """Choose actions and step the environment: from one row to the next, as a pure function."""
     acted, memory = act(policy, scale, obs, start, memory, noise)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
 
 def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
-    """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
+    """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:

@@ -1,10 +1,12 @@
-"""Execution modes of the learner: eager, compiled, or recorded as CUDA graphs and replayed.
+"""Execution modes of the learner: eager, compiled, or recorded (captured) as CUDA graphs and replayed.
 
-A recorded function is one launch instead of thousands. It always works on the same memory, so everything that lives
-from one iteration to the next keeps its place: weights, statistics and hyper-parameters are changed in place anyway,
-and what a function returns anew, it hands to `Runtime.copy_in_place`. The first iterations run as they are. They let
-compilers, optimisers and libraries make what they make on first use, and they are real iterations: nothing has to be
-undone. Recording itself computes nothing, and random generators go on inside a graph exactly as they would outside.
+A recorded function is one launch instead of thousands. A CUDA graph always works on the same memory, so everything that
+lives from one iteration to the next keeps its storage: weights, statistics and hyper-parameters are updated in place,
+and a new value that a function returns goes through `Runtime.copy_in_place`.
+
+The first iterations run unrecorded. They are real iterations, and let compilers, optimisers and libraries allocate what
+they allocate on first use. Recording itself computes nothing, and random generators advance inside a graph exactly as
+they would outside.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Runtime:
     def __init__(self, kind: RuntimeKind, env: Any, device: torch.device, on_nonfinite: str) -> None:
         why_not = obstacle(env, device, on_nonfinite)
         self.refusal: str | None = None
-        """What to tell the user where the wish for graphs could not be met."""
+        """Message for the user if graphs were requested and are not possible."""
         self.mode: Mode = "eager" if kind == "auto" else kind
         if kind == "graph" and why_not is not None:
             self.mode = "eager"
@@ -97,14 +99,14 @@ class Runtime:
         return result
 
     def copy_in_place(self, before: Kept, after: Kept) -> Kept:
-        """What to go on with in the place of `before`: when recording, `before` itself, filled with the new values."""
+        """The successor of `before`: when recording, `before` itself, overwritten with the new values."""
         if not self.recording:
             return after
         copy_into(before, after)
         return before
 
     def forget(self) -> None:
-        """Drop what was recorded: something has moved to other memory, as when a state is loaded."""
+        """Drop all recordings: some tensor has moved to other memory, as when a state is loaded."""
         self._recorded.clear()
         self._pool = None  # it ends with the last graph that was recorded in it
 

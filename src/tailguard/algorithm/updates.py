@@ -25,8 +25,8 @@ from tailguard.algorithm.update import (
     loss_of_features,
     minibatch_loss,
 )
+from tailguard.device_ops import shuffled
 from tailguard.monitor.device_metrics import MeanMetrics
-from tailguard.shuffle import shuffled
 
 GROUPS = "groups"
 """Key under which the norms of all parts' gradients travel together, until they are named."""

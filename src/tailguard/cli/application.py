@@ -13,7 +13,7 @@ import typer
 from tailguard._version import __version__
 from tailguard.console import steady_output
 from tailguard.errors import RunError, TailguardError
-from tailguard.memory import told_when_out_of_memory
+from tailguard.memory_limits import told_when_out_of_memory
 
 app = typer.Typer(
     name="tailguard",

@@ -41,10 +41,10 @@ def data_check(
     from rich.console import Console
 
     from tailguard.config import RunConfig
+    from tailguard.data.check_report import print_report
     from tailguard.data.readiness import ready_report
-    from tailguard.data.report import print_report
     from tailguard.data.sources import bars_of, check_source, read_source
-    from tailguard.envs.mapped_market import is_prepared_market, open_market
+    from tailguard.envs.prepared_market import is_prepared_market, open_market
     from tailguard.plugins import load_plugins
 
     load_plugins(plugins or [])
@@ -88,8 +88,8 @@ def data_prepare(
     from rich.markup import escape
 
     from tailguard.config import load_config
-    from tailguard.data.import_bars import ROWS
-    from tailguard.runs.preparing import prepare_market
+    from tailguard.data.disk.import_bars import ROWS
+    from tailguard.runs.prepare_market import prepare_market
     from tailguard.validate import check_count
 
     size = ROWS if rows is None else rows

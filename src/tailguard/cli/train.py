@@ -127,7 +127,7 @@ def _train_walk_forward(
     """Train and test fold by fold, print the result and write its page; the same call resumes an interrupted one."""
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
-    from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
+    from tailguard.evaluate.report.walk_forward_page import print_walk_forward, walk_forward_page
     from tailguard.experiment.build import load_bars_in_memory
     from tailguard.runs.folder import RunFolder
     from tailguard.runs.walk_forward import run_walk_forward

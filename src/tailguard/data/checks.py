@@ -32,8 +32,8 @@ def most_common_step(*times: pl.Series) -> timedelta | None:
     """The most common difference between neighbours in any of `times`, up or down; the shortest of several."""
     steps = pl.concat([series.drop_nulls().diff().drop_nulls().abs() for series in times]).rename("step")
     counts = steps.filter(steps > timedelta(0)).value_counts(name="count")
-    found = counts.sort(["count", "step"], descending=[True, False])["step"].first() if counts.height else None
-    return found if isinstance(found, timedelta) else None
+    common = counts.sort(["count", "step"], descending=[True, False])["step"].first() if counts.height else None
+    return common if isinstance(common, timedelta) else None
 
 
 def check_values(bars: pl.DataFrame) -> Check:
@@ -79,12 +79,12 @@ def check_duplicates(bars: pl.DataFrame) -> Check:
 
 def check_order(bars: pl.DataFrame) -> Check:
     """Times increase; a bar that repeats an earlier time is left to `check_duplicates`."""
-    found = _not_rising(bars).filter((pl.col("time") < pl.col("before")) & ~pl.col("repeats"))
-    backwards = found.height > 1 and found.height == bars.height - 1
+    offending = _not_rising(bars).filter((pl.col("time") < pl.col("before")) & ~pl.col("repeats"))
+    backwards = offending.height > 1 and offending.height == bars.height - 1
     return judge(
         "order",
         "oldest first",
-        found,
+        offending,
         lambda row: f"earlier than the previous bar ({time_label(row['before'])})",
         fault="earlier than the previous one" + (": the newest come first" if backwards else ""),
         remedy="Sort the file by time, oldest first.",
@@ -105,7 +105,7 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
     label = frequency_label(frequency)
     step = pl.col("time").diff()
     if common != frequency:
-        found = bars.with_columns(step=step).filter(step != frequency)
+        offending = bars.with_columns(step=step).filter(step != frequency)
         fault = f"not {label} after the previous one; most are {frequency_label(common)} apart"
 
         def describe(row: Row) -> str:
@@ -117,7 +117,7 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
         if isinstance(usual, int) and length - usual in CLOSE_STAMPS and usual > 0:
             return _close_stamped(bars, frequency, length - usual)
         # Without a readable time there is no grid; the check of values names these rows.
-        found = bars.filter(pl.lit(False) if usual is None else phase != usual)
+        offending = bars.filter(pl.lit(False) if usual is None else phase != usual)
         fault = f"off the {label} grid"
 
         def describe(row: Row) -> str:
@@ -126,7 +126,7 @@ def check_frequency(bars: pl.DataFrame, frequency: timedelta, common: timedelta)
     return judge(
         "frequency",
         f"all on the {label} grid",
-        found,
+        offending,
         describe,
         fault=fault,
         remedy="All bars, of all symbols, need one frequency; resample at the source or load the files separately.",
@@ -148,7 +148,7 @@ def _close_stamped(bars: pl.DataFrame, frequency: timedelta, early: int) -> Chec
 
 def check_gaps(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> Check:
     """No bar is missing between the first and the last; with `gaps="split"` gaps are counted, not faults."""
-    found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
+    after_gaps = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
         pl.col("step") >= 2 * frequency
     )
 
@@ -159,7 +159,7 @@ def check_gaps(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> Check:
     check = judge(
         "gaps",
         "no bar missing",
-        found,
+        after_gaps,
         describe,
         noun="gap",
         fault="",

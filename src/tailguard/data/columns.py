@@ -73,9 +73,9 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
         by_key.setdefault(_key(column), column)
     fields = {}
     for field, names in ACCEPTED.items():
-        found = next((by_key[_key(name)] for name in names if _key(name) in by_key), None)
-        if found is not None:
-            fields[field] = found
+        match = next((by_key[_key(name)] for name in names if _key(name) in by_key), None)
+        if match is not None:
+            fields[field] = match
     for field, column in _volumes(columns, symbol).items():
         fields.setdefault(field, column)
     missing = [field for field in ("time", *REQUIRED) if field not in fields]
@@ -88,16 +88,16 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
 
 def _volumes(columns: Sequence[str], symbol: str) -> dict[str, str]:
     """Columns named after the currency they count, where the symbol gives base and quote currency."""
-    pair, found = _key(symbol), {}
+    pair, volumes = _key(symbol), {}
     for column in columns:
         currency = _key(column).removeprefix("volume") if _key(column).startswith("volume") else ""
         if not currency or currency == pair:
             continue
         if pair.startswith(currency):
-            found["volume"] = column
+            volumes["volume"] = column
         elif pair.endswith(currency):
-            found["quote_volume"] = column
-    return found
+            volumes["quote_volume"] = column
+    return volumes
 
 
 def symbol_column(columns: Sequence[str]) -> str | None:
@@ -117,13 +117,13 @@ def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Ser
     Alternative names of a field and columns without information are left out.
     """
     known = {_key(name) for names in ACCEPTED.values() for name in names} | set(map(_key, RESERVED))
-    found = {}
+    extra = {}
     for column in ignored:
         numbers = read_numbers(raw[column])
         is_numeric = numbers.count() > 0 and numbers.null_count() == raw[column].null_count()
         if is_numeric and _key(column) not in known:
-            found[column] = numbers
-    return found
+            extra[column] = numbers
+    return extra
 
 
 def column_label(column: str) -> str:

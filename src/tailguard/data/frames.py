@@ -36,12 +36,12 @@ def read_frame(data: Frame) -> pl.DataFrame:
         )
     if not columns.is_unique:
         raise BarsError(f"pandas frame: two columns are named {columns[columns.duplicated()][0]!r}; rename or drop one")
-    found = {name: _series(name, data[column]) for name, column in zip(map(str, columns), columns, strict=True)}
+    series = {name: _series(name, data[column]) for name, column in zip(map(str, columns), columns, strict=True)}
     for name, level in _index(data).items():
-        if name in found:
+        if name in series:
             raise BarsError(f"pandas frame: its index and a column are both named {name!r}; rename or drop one")
-        found[name] = level
-    return pl.DataFrame(found)
+        series[name] = level
+    return pl.DataFrame(series)
 
 
 def _is_pandas(data: object) -> bool:
@@ -51,7 +51,7 @@ def _is_pandas(data: object) -> bool:
 
 def _index(data: Frame) -> dict[str, pl.Series]:
     """The index as a named column, unless it only numbers the rows; a DatetimeIndex of any name holds the times."""
-    index, found = data.index, {}
+    index, series = data.index, {}
     if type(index).__name__ == "RangeIndex" and index.name is None:
         return {}
     for place in range(index.nlevels):
@@ -59,8 +59,8 @@ def _index(data: Frame) -> dict[str, pl.Series]:
         name = "index" if level.name is None else str(level.name)
         if level.dtype.kind == "M" and not is_time_name(name):
             name = "index"
-        found[name] = _series(name, level.to_series())
-    return found
+        series[name] = _series(name, level.to_series())
+    return series
 
 
 def _series(name: str, values: Any) -> pl.Series:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import free_memory, in_words
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars

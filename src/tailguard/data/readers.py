@@ -17,9 +17,9 @@ import polars as pl
 
 from tailguard.data.bars import REQUIRED
 from tailguard.data.columns import POSITIONAL, positional_names
-from tailguard.data.mapped import MANIFEST
+from tailguard.data.disk.arrays import MANIFEST
 from tailguard.errors import BarsError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import free_memory, in_words
 
 Paths = str | Path | Sequence[str | Path]
 

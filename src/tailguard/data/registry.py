@@ -101,7 +101,7 @@ def feature(
 def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
     """The features of these names, in their order; an unknown or repeated name is an error."""
     names = tuple(names)
-    found: dict[str, Feature] = {}
+    chosen: dict[str, Feature] = {}
     for name in names:
         if name not in FEATURES:
             nearest = difflib.get_close_matches(name, FEATURES, n=1, cutoff=0.5)
@@ -110,9 +110,9 @@ def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
                 f"feature {name!r}: no such feature. {hint} Register your own with @tailguard.feature; for the command "
                 "line, in a file that the setting plugins names"
             )
-        if name in found:
+        if name in chosen:
             raise ConfigError(f"feature {name!r} is requested twice")
-        found[name] = FEATURES[name]
-    if not found:
+        chosen[name] = FEATURES[name]
+    if not chosen:
         raise ConfigError("no feature is requested; name at least one, or pass None for all that the bars allow")
-    return tuple(found.values())
+    return tuple(chosen.values())

@@ -30,11 +30,11 @@ def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
     `bars`: of one symbol, in the order of their times. Outages, however long, do not
     recur in the same slot every day or week; weekends and nights do.
     """
-    found = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
+    gaps = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
         pl.col("step") >= 2 * frequency
     )
     times = bars["time"].drop_nulls().dt.epoch("ms").to_numpy()
-    closed = _closed_slots(times, frequency, found.height)
+    closed = _closed_slots(times, frequency, gaps.height)
     if closed is None:
         return Check("sessions", "ok", "trades around the clock")
 
@@ -46,12 +46,12 @@ def check_sessions(bars: pl.DataFrame, frequency: timedelta) -> Check:
     return judge(
         "sessions",
         "trades around the clock",
-        found,
+        gaps,
         describe,
         noun="gap",
         fault="in which the market is closed",
         remedy=(
-            f"This market trades in sessions: {found.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
+            f"This market trades in sessions: {gaps.height:,} gaps in all cover {100 * share:.0f} % of the calendar, "
             f"and there is no bar on {closed}. Session calendars are not supported yet, and every metric on these "
             "bars would be wrong: positions would be closed before every gap, overnight and weekend moves would be "
             "lost, and returns would be annualised as if the market traded 24 hours on 365 days. Use bars of a market "

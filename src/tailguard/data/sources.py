@@ -9,6 +9,7 @@ from functools import reduce
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, Bars, with_segments
+from tailguard.data.check_bars import validate as validate_frame
 from tailguard.data.checks import Gaps
 from tailguard.data.columns import (
     column_label,
@@ -23,7 +24,6 @@ from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
 from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
-from tailguard.data.validation import validate as validate_frame
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
 

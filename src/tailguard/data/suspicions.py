@@ -38,7 +38,7 @@ def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
     same = bars.select((repeats & traded & (pl.col("time").diff() == frequency)).fill_null(False)).to_series()
     runs = _runs(same).filter(pl.col("length") >= STALE_BARS - 1)
     # A run of n repeats starts with the repeated bar.
-    found = _rows_at(bars, runs.with_columns(pl.col("start") - 1, pl.col("length") + 1))
+    stale = _rows_at(bars, runs.with_columns(pl.col("start") - 1, pl.col("length") + 1))
 
     def describe(row: Row) -> str:
         return f"{row['length']:,} identical bars, close {number(row['close'])}, volume {number(row['volume'])}"
@@ -46,7 +46,7 @@ def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
     return judge(
         "stale",
         "no run of identical bars",
-        found,
+        stale,
         describe,
         noun="run",
         fault="of identical bars",

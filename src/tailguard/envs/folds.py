@@ -18,7 +18,7 @@ MOST_STARTS = 50_000_000
 
 
 @dataclass(frozen=True)
-class Fold:
+class EpisodeFold:
     """One of several stretches of time with equally many episode starts."""
 
     first_ms: int
@@ -31,7 +31,7 @@ class Fold:
     """Rows of the episodes that come no closer to it than an embargo, [S] int64."""
 
 
-def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
+def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[EpisodeFold]:
     """Cut the episodes of an environment into folds by time.
 
     To leave a fold out, restrict the environment's `starts` to those outside. Features look back, so no episode outside
@@ -55,5 +55,6 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
                 f"training.members: {folds} folds of {count:,} possible episodes of {env.episode_length:,} bars are "
                 "too short to train without one and to judge on it. Use fewer members, shorter episodes or more bars"
             )
-        cut.append(Fold(first, int(end[inside].max()), *(torch.as_tensor(rows[each]) for each in (inside, outside))))
+        last = int(end[inside].max())
+        cut.append(EpisodeFold(first, last, torch.as_tensor(rows[inside]), torch.as_tensor(rows[outside])))
     return cut

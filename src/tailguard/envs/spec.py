@@ -13,7 +13,7 @@ from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.envs.episodes import Reward, TradingTask
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors

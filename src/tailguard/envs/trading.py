@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
-from tailguard.envs.mapped_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
+from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.shield import Shield
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
-from tailguard.flags import may_hold_any
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
 from tailguard.market.tables import as_tensor
 from tailguard.validate import check_choice, check_count

@@ -22,8 +22,8 @@ from tailguard.evaluate.decision import DecisionMemory, decide
 from tailguard.market import MarketConfig, MarketState, build_market, step
 from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy
+from tailguard.monitor.object_repr import html_table, one_line
 from tailguard.monitor.progress import DelayedBar
-from tailguard.monitor.summary import html_table, one_line
 from tailguard.risk.throttle import Throttle
 from tailguard.validate import check_count, check_range
 
@@ -43,7 +43,7 @@ BOOKED = ("net", "pnl", "turnover", "unfilled")
 
 
 @runtime_checkable
-class Agent(Protocol):
+class BacktestAgent(Protocol):
     """A trained agent: SB3's `predict`, and a description of its environment."""
 
     @property
@@ -163,7 +163,7 @@ class BacktestResult:
 
 
 def backtest(
-    policy: Agent | Policy | Float,
+    policy: BacktestAgent | Policy | Float,
     bars: Bars,
     config: MarketConfig | None = None,
     *,
@@ -194,7 +194,7 @@ def backtest(
     """
     check_count("delay", delay, low=0)
     check_range("noise", noise, low=0)
-    if isinstance(policy, Agent):
+    if isinstance(policy, BacktestAgent):
         from tailguard.envs.spec import task_for
 
         if policy.spec is None:
@@ -235,7 +235,7 @@ def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
     )
 
 
-def step_policy(agent: Agent) -> StepPolicy:
+def step_policy(agent: BacktestAgent) -> StepPolicy:
     """The agent as it is asked bar by bar: by its `inference_policy` if it has one, else by `predict`."""
     make = getattr(agent, "inference_policy", None)
     return PredictPolicy(agent) if make is None else make()

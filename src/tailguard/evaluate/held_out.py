@@ -17,7 +17,7 @@ from torch import Tensor
 from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
-from tailguard.evaluate.backtest import Agent
+from tailguard.evaluate.backtest import BacktestAgent
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskMeasure
 
@@ -32,12 +32,12 @@ MOST_EPISODES = 2048
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What an agent made of episodes, in the order of their starts."""
+    """An agent's results over episodes, in the order of their starts."""
 
     growth: Tensor
     """Log-growth net of costs, [n] float64."""
     measured: Tensor
-    """What a budget's measure looks at: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
+    """The budget's measure: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
 
 
 class HeldOutEpisodes:
@@ -55,7 +55,7 @@ class HeldOutEpisodes:
         return max(1, math.ceil(self.task.episode_length / self.stride))
 
     @torch.no_grad()
-    def trade(self, agent: Agent, measure: RiskMeasure = "episode") -> Outcomes:
+    def trade(self, agent: BacktestAgent, measure: RiskMeasure = "episode") -> Outcomes:
         """Trade every episode with the agent's deterministic policy."""
         task, count = self.task, len(self.starts)
         device = task.features.device

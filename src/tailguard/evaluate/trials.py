@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.config import RunConfig
-from tailguard.envs.mapped_market import PreparedMarket
+from tailguard.envs.prepared_market import PreparedMarket
 from tailguard.errors import ConfigError
 from tailguard.experiment.settings import recorded_settings
 from tailguard.places import check_plain, lock, read_plain

@@ -14,7 +14,7 @@ from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
-from tailguard.envs.mapped_market import (
+from tailguard.envs.prepared_market import (
     MappedBars,
     PreparedMarket,
     check_same_setting,
@@ -36,13 +36,13 @@ BOUND = (
 
 
 @dataclass(frozen=True)
-class Market:
-    """The bars that the settings name."""
+class MarketData:
+    """The bars that the settings name, and their generator if they are synthetic."""
 
     bars: Bars | PreparedMarket
     """In memory, or prepared on disk."""
     synthetic: SyntheticMarket | None = None
-    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+    """The generator of the bars, which knows the optimal policy; none for bars from a file."""
 
     def describe(self) -> str:
         """Symbols, period and source in a line."""
@@ -55,10 +55,10 @@ class Market:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the settings of a run make, before any training."""
+    """Everything built from a run's settings, before any training."""
 
     config: RunConfig
-    market: Market
+    market: MarketData
     """All bars, before they are split."""
     split: Split | PreparedMarket
     env: TradingEnv
@@ -77,17 +77,17 @@ def build(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) 
     return Experiment(config, market, split, trading_env(learner), learner)
 
 
-def load_market(config: RunConfig) -> Market:
+def load_market(config: RunConfig) -> MarketData:
     """The bars that the settings name, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
         check_synthetic(config)
         synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
-        return Market(synthetic.bars, synthetic)
+        return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
-        return Market(open_market(data.path))
+        return MarketData(open_market(data.path))
     bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return Market(bars.select(*data.symbols) if data.symbols else bars)
+    return MarketData(bars.select(*data.symbols) if data.symbols else bars)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -99,7 +99,7 @@ def load_bars_in_memory(config: RunConfig) -> Bars:
 
 
 def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
-    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    """Training, validation and test bars by the settings; a prepared market is already split."""
     if isinstance(bars, PreparedMarket):
         for name, value in bound_settings(config).items():
             check_same_setting(bars.folder, name, bars.settings.get(name), value)

@@ -1,4 +1,4 @@
-"""Where everything of a run lies: every file and folder of a run folder is named here, and only here.
+"""The layout of a run folder: every file and folder name is defined here, and only here.
 
 ```
 runs/

@@ -10,7 +10,7 @@ import torch
 from tailguard.config import RunConfig
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import free_memory, in_words
 from tailguard.models.policy import ActorCritic
 
 if TYPE_CHECKING:

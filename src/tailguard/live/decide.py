@@ -17,7 +17,7 @@ from tailguard.data.panel import Panel
 from tailguard.envs.episodes import TradingTask
 from tailguard.envs.spec import task_for
 from tailguard.errors import ConfigError, TailguardError
-from tailguard.evaluate.backtest import Agent, Throttled, step_policy
+from tailguard.evaluate.backtest import BacktestAgent, Throttled, step_policy
 from tailguard.evaluate.deciders import AgentDecider, EpisodeWindow
 from tailguard.evaluate.decision import Decision, DecisionMemory, decide
 from tailguard.live.bars import BarHistory, LiveBar
@@ -57,7 +57,7 @@ class BarDecider(Protocol):
 class LiveDecider:
     """A trained agent, the bars so far, and the memory of its decisions."""
 
-    def __init__(self, agent: Agent, history: BarHistory) -> None:
+    def __init__(self, agent: BacktestAgent, history: BarHistory) -> None:
         if agent.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it cannot trade bars")
         self.agent, self.history, self.spec = agent, history, agent.spec

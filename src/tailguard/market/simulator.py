@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailguard.flags import may_hold_any
+from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
 from tailguard.market.costs import Fill, Holding, Moment, charge, over_assets, total
 from tailguard.market.state import MarketState

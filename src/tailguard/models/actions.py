@@ -1,7 +1,7 @@
 """Action heads: from features to a distribution over actions, and the quantities that PPO needs.
 
-A head turns features into `parameters`, one flat tensor [..., P] that a rollout can store. Everything else is a
-function of `parameters` and of the *raw* action [..., raw_size]: the one before squashing and scaling. Rollouts store
+A head turns features into `dist_params`, one flat tensor [..., P] that a rollout can store. Everything else is a
+function of `dist_params` and of the *raw* action [..., raw_size]: the one before squashing and scaling. Rollouts store
 raw actions: the squashing is fixed, so its Jacobian cancels in PPO's ratio and in the KL divergence, whereas
 undoing a tanh loses all digits near the bounds (in float32 atanh(tanh(10)) is infinite). Log-probabilities, entropies
 and divergences are summed over the action's dimensions: one number per sample.

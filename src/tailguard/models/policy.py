@@ -291,12 +291,12 @@ class ActorCritic(nn.Module):
         self, outputs: Mapping[int, list[Tensor]], features: Mapping[int, Tensor]
     ) -> tuple[CriticOutput, ...]:
         """The outputs of the layers of each trunk's critics, split by critic."""
-        found, taken = [], dict.fromkeys(outputs, 0)
+        parsed, taken = [], dict.fromkeys(outputs, 0)
         for critic, trunk in zip(self.each_critic(), self.critic_trunks, strict=True):
             first = taken[trunk]
             taken[trunk] = first + len(critic.layers)
-            found.append(critic.output_of(outputs[trunk][first : taken[trunk]], features[trunk]))
-        return tuple(found)
+            parsed.append(critic.output_of(outputs[trunk][first : taken[trunk]], features[trunk]))
+        return tuple(parsed)
 
     @torch.no_grad()
     def evaluate(
@@ -347,8 +347,9 @@ def _some_successors(
     with torch.set_grad_enabled(final_obs.requires_grad):
         each = final_obs.unbind()
     for row, last in zip(final_rows, each, strict=True):
-        found, state = trunk.sequence(obs[first : row + 1], state, episode_start[first : row + 1], inner_resets=False)
-        pieces.append(found)
+        stretch = slice(first, row + 1)
+        features, state = trunk.sequence(obs[stretch], state, episode_start[stretch], inner_resets=False)
+        pieces.append(features)
         with torch.set_grad_enabled(final_obs.requires_grad):
             successors.append(trunk.step(last, state, never)[0])
         first = row + 1

@@ -195,7 +195,7 @@ class VarianceGradientScaler:
         if self.optimizer is not None:
             self.optimizer_step()
 
-    # --- what it found ------------------------------------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def get_normalized_variance(self) -> NoiseToSignal:
@@ -414,19 +414,19 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _check_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    found = list(parameters)
-    if not found:
+    checked = list(parameters)
+    if not checked:
         raise ConfigError("variance scaler: no parameters; give the model's parameters() or an optimiser that has some")
-    if len({id(parameter) for parameter in found}) < len(found):
+    if len({id(parameter) for parameter in checked}) < len(checked):
         raise ConfigError("variance scaler: a parameter is given twice and would be scaled twice; give each one once")
-    for index, parameter in enumerate(found):
+    for index, parameter in enumerate(checked):
         if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
             kind = parameter.dtype if isinstance(parameter, Tensor) else type(parameter).__name__
             raise ConfigError(f"variance scaler: parameter {index} is {kind}; it must be a real floating-point tensor")
-    devices = sorted({str(parameter.device) for parameter in found})
+    devices = sorted({str(parameter.device) for parameter in checked})
     if len(devices) > 1:
         raise ConfigError(f"variance scaler: parameters on {' and '.join(devices)}; build one scaler for each device")
-    return found
+    return checked
 
 
 def _choose_application(apply: Application, optimizer: Optimizer | None) -> Application:

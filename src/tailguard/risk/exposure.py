@@ -1,8 +1,8 @@
 """Calibrated exposure: the largest factor on an agent's weights that keeps a budget on held-out bars, with confidence.
 
-An agent that has few years to learn from knows them too well, and its tail on other bars is several times its tail in
-training. The loss of an episode is nearly proportional to the exposure, so a factor m on the weights brings the tail to
-any limit d. Held-out episodes, which had no part in training, tell which:
+An agent trained on a few years overfits them, and its tail on other bars is several times its tail in training. The
+loss of an episode is nearly proportional to the exposure, so a factor m on the weights brings the tail to any limit d.
+Held-out episodes, which had no part in training, tell which:
 
     m = sup { m : U(m) ≤ d },    U(m): upper confidence bound of ES_α of the held-out episodes traded at exposure m
 
@@ -37,7 +37,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Exposure:
-    """A factor on an agent's weights, and how it was found. CVaRs are returns: −0.04 is a loss of 4 %."""
+    """A factor on an agent's weights, and how it was calibrated. CVaRs are returns: −0.04 is a loss of 4 %."""
 
     factor: float
     limit: float

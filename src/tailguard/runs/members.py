@@ -1,4 +1,4 @@
-"""The agent of a run: one learner, or several that each leave out a fold, calibrated on what they have not seen."""
+"""The agent of a run: one learner, or several that each leave out a fold, calibrated on held-out bars."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
 from tailguard.data.windows import size_in_bars
-from tailguard.envs.folds import Fold, cut_folds
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.folds import EpisodeFold, cut_folds
+from tailguard.envs.prepared_market import MappedBars
 from tailguard.evaluate.formatting import describe_exposure
 from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
 from tailguard.experiment.build import build_learner, prepare_training, trading_env
@@ -35,7 +35,7 @@ class Member:
     """A learner, and the fold it does not train on."""
 
     agent: Learner
-    fold: Fold | None
+    fold: EpisodeFold | None
     """None where it trains on the whole training part."""
 
     def held_out(self) -> HeldOutEpisodes:
@@ -60,7 +60,7 @@ class Members:
         """The learners of a run with these training bars."""
         return cls(config, build_learner(config, prepare_training(config, bars), seed), seed)
 
-    def _cut(self) -> list[Fold]:
+    def _cut(self) -> list[EpisodeFold]:
         if self.count == 1:
             return []
         env, panel = trading_env(self.first), self.bars.panel
@@ -122,7 +122,7 @@ def train_members(
 def _result(
     members: Sequence[Member], validation: Validation | None, config: RunConfig, console: Console
 ) -> Learner | Ensemble:
-    """The learners as one agent, at an exposure that keeps the limit on what they have not seen."""
+    """The learners as one agent, at an exposure that keeps the limit on held-out bars."""
     agents, risk = [member.agent for member in members], config.risk
     if risk.limit is None or risk.confidence == 0:
         return agents[0] if len(agents) == 1 else Ensemble(agents)

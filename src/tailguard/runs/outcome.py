@@ -1,4 +1,4 @@
-"""What a run left behind, in words: its table of results, the verdict, and the agent that was trained."""
+"""The result of a run in words: its table, the verdict, and the agent that was trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tailguard.evaluate.summary import EvaluationSummary
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind."""
+    """Result of a run."""
 
     folder: Path
     agent: Learner | Ensemble

@@ -47,17 +47,17 @@ def train(
     ask: Callable[[str], bool] = _say_no,
     verbose: bool = False,
 ) -> RunResult:
-    """Train an agent as the config says, keep everything in `folder`, and show what it does on the test period.
+    """Train an agent by the config, store everything in `folder`, and show its results on the test period.
 
     `replace`: an earlier run in the folder is removed.
-    `resume`: a run in the folder goes on, exactly from its newest checkpoint.
-    `ask`: answers what only the user can decide: whether to go on with a run that is there, and from an older
+    `resume`: resume a run in the folder exactly from its newest checkpoint.
+    `ask`: answers what only the user can decide: whether to resume a run that is there, and from an older
     checkpoint where the newest is damaged. By default the answer is no, and the question becomes an error.
 
     `verbose`: print the table of all metrics every tenth iteration.
 
     The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
-    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    status 128 + the signal's number. Raises `RunError` if the disk is full or not writable; the last checkpoint is
     intact.
     """
     run = RunFolder(folder)
@@ -95,7 +95,7 @@ def _evaluate(run: TrainedRun, budget: Budget | None, before_each: Callable[[str
 
 
 def _rehearse(run: TrainedRun, console: Console) -> None:
-    """Do on a few bars what is done after training: nothing may fail then that could be known now."""
+    """Run the final evaluation on a few bars, so that its errors surface before training."""
     unknown = why_no_optimum(run)
     if unknown is not None:
         say(console, f"note     the planted optimum is unknown for these settings: {unknown}")
@@ -121,9 +121,9 @@ def resume_run(
     *,
     trust_plugins: bool = False,
 ) -> RunResult:
-    """Go on with the run in this folder, with its own settings.
+    """Resume the run in this folder with its own settings.
 
-    Settings that only say where and how long may have been edited since it began, if `ask` agrees to them.
+    Edits of data location, length, device and checkpoints since it began are accepted if `ask` agrees.
     `trust_plugins`: run the plugins that its settings name; else they are refused.
     """
     run = RunFolder(folder)
@@ -138,7 +138,7 @@ def resume_run(
 
 
 def _is_resumed(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
-    """Whether the run in the folder goes on; False if a new one may begin there, an error if neither may be."""
+    """Whether the run in the folder resumes; False if a new one may start there; an error if neither is possible."""
     if run.is_run() and not replace:
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
@@ -170,7 +170,7 @@ def build_members(config: RunConfig, run: RunFolder, console: Console) -> tuple[
 
 
 def _record(run: TrainedRun, result: RunResult) -> str:
-    """Put the run into the record of trials; returns what the record says, in words."""
+    """Add the run to the record of trials; returns the record's summary in words."""
     trial, path = trial_of(run, result.results[AGENT].metrics["sharpe"]), run.layout.trials_path
     try:
         record_trial(path, trial)

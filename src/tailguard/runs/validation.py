@@ -1,4 +1,4 @@
-"""Validation: which of the agents that a run went through is its result, by a quick and deterministic evaluation."""
+"""Validation: choose the run's result among its checkpoints by a quick, deterministic evaluation."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Validation:
 
     @property
     def episodes(self) -> int:
-        """Episodes that an evaluation is made of."""
+        """Number of episodes in an evaluation."""
         return sum(map(len, self.parts))
 
     def evaluate(self, agent: Learner) -> ValidationResult | None:

@@ -126,12 +126,12 @@ def ratio_against(difference: Interval, other: str) -> str:
     """
     ahead = difference.estimate > 0
     # Resamples that count against being behind are those that do not count against being ahead.
-    chance = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
+    p = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
     side = "above" if ahead else "below"
     words = f"Its Sharpe ratio is {number(abs(difference.estimate))} {side} that of {other}"
-    if chance <= 1 - CONFIDENCE:
-        return f"{words} ({p_value(chance)})"
-    return f"{words}, which is within noise ({p_value(chance)})"
+    if p <= 1 - CONFIDENCE:
+        return f"{words} ({p_value(p)})"
+    return f"{words}, which is within noise ({p_value(p)})"
 
 
 def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
@@ -152,14 +152,14 @@ def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
 def _budget_verdict(budget: BudgetCheck) -> str:
     decided, known = budget.verdict != "undecided", not math.isnan(budget.probability)
     if decided:
-        holds = f" (probability that the limit holds: {chance(budget.probability)})" if known else ""
+        holds = f" (probability that the limit holds: {bounded_probability(budget.probability)})" if known else ""
         return f"the risk budget was {budget.verdict}{holds}"
     if not known:
         return "the record cannot decide whether the risk budget holds"
     words = "the record cannot decide"
     if budget.probability <= LIKELY or budget.probability >= 1 - LIKELY:
         words = f"the risk budget was probably {'kept' if budget.probability > 0.5 else 'broken'}"
-    return f"{words}; the limit holds with a probability of {chance(budget.probability)}"
+    return f"{words}; the limit holds with a probability of {bounded_probability(budget.probability)}"
 
 
 def _count(windows: float) -> str:
@@ -219,7 +219,7 @@ def probability(value: float) -> str:
     return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
 
 
-def chance(value: float) -> str:
+def bounded_probability(value: float) -> str:
     """A probability in percent; not nearer to 0 or 100 % than the draws behind a verdict on a budget tell."""
     if not 0.01 <= value <= 0.99:
         return "less than 1 %" if value < 0.5 else "more than 99 %"

@@ -5,7 +5,7 @@ from datetime import timedelta
 import polars as pl
 import pytest
 
-from tailguard.data.validation import validate
+from tailguard.data.check_bars import validate
 from tailguard.errors import BarsError
 
 HOUR = timedelta(hours=1)

@@ -14,9 +14,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tailguard.data.bar_store import COLUMNS, BarStore, Series, column_file, column_type, moment
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE
+from tailguard.data.check_bars import validate
 from tailguard.data.checks import Gaps, check_values, most_common_step
+from tailguard.data.disk.arrays import ArrayWriter, map_array
+from tailguard.data.disk.bar_store import COLUMNS, BarStore, Series, column_file, column_type, moment
+from tailguard.data.disk.read_pieces import fields_of, read_pieces
 from tailguard.data.findings import (
     CONTEXT,
     Check,
@@ -29,11 +32,8 @@ from tailguard.data.findings import (
 )
 from tailguard.data.frequency import frequency_label
 from tailguard.data.history import warn_of_uncommon_bars
-from tailguard.data.mapped import ArrayWriter, map_array
-from tailguard.data.pieces import fields_of, read_pieces
 from tailguard.data.readers import Paths, files_of, name_of
 from tailguard.data.suspicions import SCALE_BARS
-from tailguard.data.validation import validate
 from tailguard.data.volume_unit import FEWEST_BARS, WEEK, VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
 
@@ -133,7 +133,7 @@ def _read(path: Paths, scratch: Path, symbols: Sequence[str], rows: int) -> dict
         text = f"{name_of(path)}: left out because only some of the files have it: {', '.join(dropped)}"
         warnings.warn(text, BarsWarning, stacklevel=3)
     names = ["row", "time", *REQUIRED, *(name for name in OPTIONAL if name in common)]
-    found: dict[str, _Unsorted] = {}
+    by_symbol: dict[str, _Unsorted] = {}
     for file in files:
         for table in read_pieces(file, rows):
             _raise_errors(check_values(table.frame), name_of(path))
@@ -141,19 +141,19 @@ def _read(path: Paths, scratch: Path, symbols: Sequence[str], rows: int) -> dict
                 symbol = str(part["symbol"][0])
                 if symbols and symbol not in symbols:
                     continue
-                if symbol not in found:
-                    place = len(found)
-                    found[symbol] = _Unsorted(
+                if symbol not in by_symbol:
+                    place = len(by_symbol)
+                    by_symbol[symbol] = _Unsorted(
                         {name: ArrayWriter(scratch / f"{place:04d}-{name}", _stored(name)) for name in names}
                     )
-                _take(found[symbol], part, str(file))
+                _take(by_symbol[symbol], part, str(file))
     for symbol in symbols or ():
-        if symbol not in found:
+        if symbol not in by_symbol:
             raise BarsError(f"{name_of(path)}: no symbol {symbol!r}; there are others")
-    for unsorted in found.values():
+    for unsorted in by_symbol.values():
         unsorted.columns = {name: map_array(writer.path, writer.close()) for name, writer in unsorted.writers.items()}
         unsorted.runs.sort(key=lambda run: run.first_time)
-    return {symbol: found[symbol] for symbol in (sorted(found) if len(found) > 1 else found)}
+    return {symbol: by_symbol[symbol] for symbol in (sorted(by_symbol) if len(by_symbol) > 1 else by_symbol)}
 
 
 def _stored(name: str) -> str:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tailguard.data.bar_store import BarStore, moment
 from tailguard.data.bars import Accounts
+from tailguard.data.disk.bar_store import BarStore, moment
 from tailguard.data.features import FeatureError, compute_features, longest_warmup
 from tailguard.data.panel import Panel
 from tailguard.data.table import FeatureTable

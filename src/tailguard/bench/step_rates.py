@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tailguard.bench.training import EPISODE
+from tailguard.bench.own_learner import EPISODE
 from tailguard.envs.trading import TradingEnv
 from tailguard.market import Market, open_accounts, step
 
@@ -28,7 +28,7 @@ REPEATS = 7
 
 @dataclass(frozen=True)
 class Rate:
-    """What stepping cost."""
+    """CPU time of stepping."""
 
     name: str
     environments: int

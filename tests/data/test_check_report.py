@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from tailguard import cli
-from tailguard.data.report import report_lines
-from tailguard.data.validation import validate
+from tailguard.data.check_bars import validate
+from tailguard.data.check_report import report_lines
 from tailguard.data.volume_unit import typical_price
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailguard.monitor.episodes import WINDOW, EpisodeTracker
+from tailguard.monitor.episode_metrics import WINDOW, EpisodeTracker
 
 
 @given(

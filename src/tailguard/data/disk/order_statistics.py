@@ -53,22 +53,22 @@ def streamed_statistics(blocks: Blocks, probabilities: Sequence[float]) -> Stati
     squares = np.zeros_like(mean)
     positions = np.asarray(probabilities) * (count - 1)
     ranks = np.unique([np.floor(positions), np.ceil(positions)]).astype(np.int64)
-    found = [[_Search(int(rank)) for rank in ranks] for _ in mean]
+    columns = [[_Search(int(rank)) for rank in ranks] for _ in mean]
     for digit in range(64 // DIGIT):
-        for searches in found:
+        for searches in columns:
             for search in searches:
                 search.begin()
         for block in blocks():
             if digit == 0:
                 squares += ((block - mean) ** 2).sum(axis=0)
             keys = _sortable(block)
-            for column, searches in enumerate(found):
+            for column, searches in enumerate(columns):
                 _count(searches, keys[:, column], digit)
-        for searches in found:
+        for searches in columns:
             for search in searches:
                 search.settle()
     order = {
-        int(rank): _number(np.array([searches[at].prefix for searches in found], np.uint64))
+        int(rank): _number(np.array([searches[at].prefix for searches in columns], np.uint64))
         for at, rank in enumerate(ranks)
     }
     quantiles = np.stack([_between(order[int(np.floor(p))], order[int(np.ceil(p))], p % 1) for p in positions])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 WINDOW = 100
 """Episodes that the running means cover, as in Stable-Baselines3."""
-FIGURES = ("return", "length", "pnl")
-"""What is stored for an episode; P&L is NaN where the environment does not report it."""
+FIELDS = ("return", "length", "pnl")
+"""Fields stored for an episode; P&L is NaN where the environment does not report it."""
 
 
 class EpisodeTracker:
@@ -23,7 +23,7 @@ class EpisodeTracker:
         self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
         self.lengths = torch.zeros(num_envs, dtype=torch.float64, device=device)
         # One row more than the window: rows that are not kept are written there.
-        self.kept = torch.full((WINDOW + 1, len(FIGURES)), torch.nan, dtype=torch.float64, device=device)
+        self.kept = torch.full((WINDOW + 1, len(FIELDS)), torch.nan, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         """Episodes finished so far."""
 
@@ -54,7 +54,7 @@ class EpisodeTracker:
         """Means over the last finished episodes, by name; NaN before the first one."""
         held = torch.arange(WINDOW, device=self.kept.device) < self.count
         sums = torch.where(held.unsqueeze(-1), self.kept[:-1], 0.0).sum(0)
-        return dict(zip(FIGURES, (sums / self.count.clamp(max=WINDOW)).unbind(), strict=True))
+        return dict(zip(FIELDS, (sums / self.count.clamp(max=WINDOW)).unbind(), strict=True))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Running sums, and the finished episodes the means still cover."""

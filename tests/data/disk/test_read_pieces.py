@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tailguard.data.pieces import CSV_ROW_BYTES, read_pieces
+from tailguard.data.disk.read_pieces import CSV_ROW_BYTES, read_pieces
 from tailguard.data.sources import read_source
 from tailguard.data.synthetic import make_market
 from tailguard.errors import BarsError

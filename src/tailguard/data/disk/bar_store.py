@@ -13,7 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Bars
-from tailguard.data.mapped import map_array
+from tailguard.data.disk.arrays import map_array
 from tailguard.errors import BarsError
 
 COLUMNS = ("time", *REQUIRED, *OPTIONAL, "segment")

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 
 from tailguard._version import __version__
 from tailguard.config import RunConfig
-from tailguard.data.bar_store import BarStore, Times
 from tailguard.data.bars import REQUIRED
+from tailguard.data.disk.arrays import MANIFEST, ArrayWriter, map_array
+from tailguard.data.disk.bar_store import BarStore, Times
+from tailguard.data.disk.feature_stream import Part, Window, count_rows, stream_features
+from tailguard.data.disk.import_bars import ROWS, import_bars
+from tailguard.data.disk.order_statistics import streamed_statistics
 from tailguard.data.features import longest_warmup
-from tailguard.data.import_bars import ROWS, import_bars
-from tailguard.data.mapped import MANIFEST, ArrayWriter, map_array
-from tailguard.data.order_statistics import streamed_statistics
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import QUARTILES, Scaler, too_few_rows
 from tailguard.data.splits import describe_periods, split_times
-from tailguard.data.stream import Part, Window, count_rows, stream_features
 from tailguard.data.windows import Windows, parse_size
-from tailguard.envs.mapped_market import (
+from tailguard.envs.prepared_market import (
     BARS,
     PRICES,
     TRAIN,
@@ -213,7 +213,7 @@ def _write_training(
         scaled.append(scaler.transform(np.array(raw_values[start : start + rows])))
     files["features"] = scaled.close()
     ranges = ArrayWriter(folder / "stretches", "<i8", (2,))
-    ranges.append(stretches.found())
+    ranges.append(stretches.ranges())
     files["stretches"] = ranges.close()
     return files, scaler
 
@@ -226,12 +226,12 @@ def _fit(window: Window, values: NDArray[Any], usable: NDArray[Any], tradeable: 
             piece = slice(start, start + rows)
             yield np.array(values[piece])[usable[piece] & tradeable[piece]]
 
-    found = streamed_statistics(blocks, QUARTILES)
-    if found.count < 2:
-        raise too_few_rows(found.count, int(np.count_nonzero(tradeable)))
-    constant = found.smallest == found.largest
+    statistics = streamed_statistics(blocks, QUARTILES)
+    if statistics.count < 2:
+        raise too_few_rows(statistics.count, int(np.count_nonzero(tradeable)))
+    constant = statistics.smallest == statistics.largest
     return Scaler.of_statistics(
-        window.table.names, window.table.definitions, found.quantiles, found.deviation, constant
+        window.table.names, window.table.definitions, statistics.quantiles, statistics.deviation, constant
     )
 
 
@@ -267,7 +267,7 @@ class _Stretches:
             self._closed.append(self._open[:2])
         self._open = None
 
-    def found(self) -> NDArray[np.int64]:
+    def ranges(self) -> NDArray[np.int64]:
         """First row for a start and last row of each stretch, [S, 2]."""
         self._close()
         return np.array(self._closed, np.int64).reshape(-1, 2)

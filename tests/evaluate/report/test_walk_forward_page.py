@@ -11,7 +11,7 @@ from rich.console import Console
 import tailguard as tg
 from tailguard.config import load_config
 from tailguard.evaluate.formatting import percent
-from tailguard.evaluate.report.folds import fold_gains, fold_rows, print_walk_forward, walk_forward_page
+from tailguard.evaluate.report.walk_forward_page import fold_gains, fold_rows, print_walk_forward, walk_forward_page
 from tailguard.evaluate.walk_forward_results import WalkForwardPlan, WalkForwardResults
 from tailguard.runs.walk_forward import run_walk_forward
 

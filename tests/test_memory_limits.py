@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tailguard.errors import ConfigError
-from tailguard.memory import free_memory, in_words, is_out_of_memory, told_when_out_of_memory
+from tailguard.memory_limits import free_memory, in_words, is_out_of_memory, told_when_out_of_memory
 
 
 def test_bytes_as_people_write_them() -> None:
@@ -27,7 +27,7 @@ def test_free_memory_is_that_of_the_machine_or_of_the_limit() -> None:
         total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal"))
     assert 0 < free_memory() <= total
     script = (
-        "import resource; from tailguard.memory import free_memory, _kilobytes; from pathlib import Path\n"
+        "import resource; from tailguard.memory_limits import free_memory, _kilobytes; from pathlib import Path\n"
         "used = _kilobytes(Path('/proc/self/status'), 'VmData')\n"
         "resource.setrlimit(resource.RLIMIT_DATA, (int(used) + 50_000_000, -1)); print(free_memory())"
     )

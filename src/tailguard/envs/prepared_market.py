@@ -1,8 +1,8 @@
 """A prepared market: a folder of memory-mapped arrays, so bars may be larger than memory.
 
-`tailguard data prepare` writes it (`runs/preparing.py`). `market.json` holds its settings, and type, shape and SHA-256
-of every file. Opening it reads only that manifest and the files' sizes: a page of bars is loaded when an episode
-reaches it.
+`tailguard data prepare` writes it (`runs/prepare_market.py`). `market.json` holds its settings, and type, shape and
+SHA-256 of every file. Opening it reads only that manifest and the files' sizes: a page of bars is loaded when an
+episode reaches it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tailguard.data.mapped import MANIFEST, map_array, verify_array
+from tailguard.data.disk.arrays import MANIFEST, map_array, verify_array
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
@@ -31,8 +31,8 @@ from tailguard.market.tables import COLUMNS, TABLE_SETTINGS, Market, as_tensor, 
 from tailguard.places import recover
 
 if TYPE_CHECKING:
-    from tailguard.data.bar_store import BarStore
     from tailguard.data.bars import Accounts, Bars
+    from tailguard.data.disk.bar_store import BarStore
 
 BARS = "bars"
 TRAIN: Literal["train"] = "train"
@@ -177,7 +177,7 @@ class PreparedMarket:
     @cached_property
     def store(self) -> BarStore:
         """All bars, mapped."""
-        from tailguard.data.bar_store import BarStore  # Polars is not needed to train
+        from tailguard.data.disk.bar_store import BarStore  # Polars is not needed to train
 
         about = self.manifest["about"]
         frequency = timedelta(milliseconds=about["frequency_ms"])
@@ -259,9 +259,9 @@ def open_market(path: str | Path) -> PreparedMarket:
         manifest = json.loads(where.read_bytes())
     except (ValueError, RecursionError) as error:
         raise BarsError(f"{where}: not readable as JSON: {error}") from error
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise BarsError(f"{where}: format {found!r}; this version of Tailguard reads format {FORMAT}")
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise BarsError(f"{where}: format {version!r}; this version of Tailguard reads format {FORMAT}")
     if manifest.pop("sha256", None) != digest_of(manifest):
         raise BarsError(f"{where}: its content does not match its own SHA-256; the file has been changed")
     _check_described(where, manifest)
@@ -278,10 +278,10 @@ def _check_described(where: Path, manifest: Mapping[str, Any]) -> None:
     """Refuse a manifest whose tables, numbers or texts have other types than `seal` writes."""
 
     def at(*path: str) -> Any:
-        found: Any = manifest
+        value: Any = manifest
         for name in path:
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
     ends = ("start", "first", "stop", "last")
     moments = [("about", "parts", part, end) for part in get_args(PartName) for end in ends]
@@ -336,9 +336,9 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
         "segment": (mapped.panel.segment.shape, (rows,)),
         "stretches": (mapped.stretches.shape[1:], (2,)),
     }
-    for name, (found, wanted) in expected.items():
-        if found != wanted:
-            raise BarsError(f"{folder / TRAIN / name}: shape {found}; expected {wanted}")
+    for name, (shape, wanted) in expected.items():
+        if shape != wanted:
+            raise BarsError(f"{folder / TRAIN / name}: shape {shape}; expected {wanted}")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
     if types != ["<f4", "<f4", "<i4", "<i8"]:
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")

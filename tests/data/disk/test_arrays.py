@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tailguard.data.mapped import ArrayWriter, map_array, verify_array
+from tailguard.data.disk.arrays import ArrayWriter, map_array, verify_array
 from tailguard.errors import BarsError
 
 

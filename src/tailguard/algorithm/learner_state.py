@@ -13,27 +13,27 @@ from tailguard.algorithm.schedules import EntropyState
 
 
 class Stateful(Protocol):
-    """A part of the learner that remembers something."""
+    """A part of the learner that has state to save."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Nested dicts of tensors, numbers, text and lists of them: all that is needed to go on exactly."""
+        """Nested dicts of tensors, numbers, text and lists of them: all that an exact resume needs."""
         ...
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         ...
 
 
 @dataclass
 class LearnerState:
-    """What training has come to, besides the weights and the optimiser's moments."""
+    """Progress of training, besides the weights and the optimiser's moments."""
 
     rollout_state: RolloutState | None = None
-    """Where acting stands; None before the first rollout, which starts fresh episodes."""
+    """State between two rollouts; None before the first one, which starts fresh episodes."""
     num_timesteps: int = 0
     iteration: int = 0
     progress: float = 0.0
-    """Share of the asked-for steps that is done, for the schedules."""
+    """Share of the requested steps that is done, for the schedules."""
     kl_coef: float = 0.0
     entropy: EntropyState = field(default_factory=EntropyState)
     skipped: int = 0
@@ -42,7 +42,7 @@ class LearnerState:
     """Rollouts whose advantages carried no signal."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it; the memories of trunk i are `memory.i.*`."""
+        """Everything; the recurrent states of trunk i are `memory.i.*`."""
         state: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("num_timesteps", "iteration", "progress", "kl_coef", "skipped", "degenerate")
@@ -60,7 +60,7 @@ class LearnerState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         numbers = {name: value for name, value in state.items() if name not in ("entropy", "carry")}
         for name, value in numbers.items():
             setattr(self, name, value)
@@ -80,16 +80,16 @@ class LearnerState:
 
 
 class GeneratorState:
-    """A random stream, to save and to load. Its state is bound to the kind of device it was drawn on."""
+    """A random stream, to save and to load. Its state is specific to the kind of device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, and on which kind of device."""
+        """The stream's state and its kind of device."""
         return {"device": self.generator.device.type, "state": self.generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; on another kind of device the stream stays where it is."""
+        """Restore the stream; on another kind of device it is left unchanged."""
         if state["device"] == self.generator.device.type:
             self.generator.set_state(state["state"].cpu())

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tailguard.algorithm.calibration import PredictedReturns
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.learner_state import Stateful
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.algorithm.rollout import Rollout
-from tailguard.algorithm.state import Stateful
 from tailguard.envs.adapt import episode_length_of
 from tailguard.errors import ConfigError
 from tailguard.monitor.health import FEW_TAIL_OUTCOMES
@@ -39,7 +39,7 @@ NEEDED = {"episode": "pnl", "drawdown": "drawdown", "bar": "net"}
 
 
 class RunningLosses:
-    """The loss so far of the episodes under way: of P&L where it stands now, of drawdowns the deepest."""
+    """Loss so far of the running episodes: for P&L the current loss, for drawdowns the deepest."""
 
     def __init__(self, num_envs: int, deepest: bool, device: torch.device) -> None:
         self.deepest = deepest
@@ -51,7 +51,7 @@ class RunningLosses:
     def follow(self, values: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses before and after each row and the episode's age before it, [T, N] each; an episode starts at 0.
 
-        values: [T, N], going on from the rollout before
+        values: [T, N], continuing from the previous rollout
         """
         rows, ages, worst, age = [], [], self.last, self.age
         for value, start in zip(values.unbind(), episode_start.unbind(), strict=True):
@@ -71,16 +71,16 @@ class RunningLosses:
         return {"last": self.last.clone(), "age": self.age.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.last.copy_(state["last"])
         self.age.copy_(state["age"])
 
 
 class RiskBudget:
-    """Measures realised losses, prices them, and gives the policy advantages of reward minus cost.
+    """Measures realised losses, weights them by the multiplier, and returns advantages of reward minus cost.
 
-    Three things are shared with the learner and none is changed by it: the rollout, the reward's advantages and the
-    reward critic's features. The policy feels the budget through its advantages alone.
+    It reads three things of the learner and changes none: the rollout, the reward's advantages and the reward critic's
+    features. The budget acts on the policy through its advantages alone.
     """
 
     def __init__(self, config: RiskConfig, ppo: LearnerConfig, env: VectorEnv, policy: ActorCritic, seed: int) -> None:
@@ -88,7 +88,7 @@ class RiskBudget:
         self.device, self.num_envs = env.device, env.num_envs
         self.horizon = _horizon(env)
         self.changes = RunningMoments((), decay=CHANGE_MEMORY, device=self.device)
-        """What a row does to the loss: mean and standard deviation, of recent rollouts."""
+        """Change of the loss per row: mean and standard deviation over recent rollouts."""
         # Resolved here and saved so: an agent that is loaded elsewhere must find its own window again.
         self.config = replace(config.with_gains(*ppo.multiplier_gains), window=self._window_size())
         self.constraint = CVaRConstraint(self.config, self.device)
@@ -104,7 +104,7 @@ class RiskBudget:
                 env.num_envs, ppo.network.quantiles, ppo.gamma, self.config.needed, self.device
             )
         self.predicted = torch.tensor(torch.nan, dtype=torch.float64, device=self.device)
-        """ES that the cost critic expects of episodes that begin."""
+        """ES that the cost critic predicts for episodes that start now."""
 
     def _window_size(self) -> int:
         if self.config.window:
@@ -137,13 +137,13 @@ class RiskBudget:
         return parts if self.predictions is None else parts | {"predictions": self.predictions}
 
     def costs(self, rollout: Rollout) -> Tensor:
-        """Take in the rollout's outcomes, move ν and λ by them, and say what each row costs, [T, N].
+        """Record the rollout's outcomes, update ν and λ, and return the cost of each row, [T, N].
 
-        The tail's cost (L − ν)₊/α falls due when an episode ends, and for one in twenty episodes only. Every row is
-        charged its own part in it instead: by how much it moved the cost that is to be expected, if the rest of the
-        episode goes as rows usually do. Over an episode the parts add up to the same but for a constant, so that the
-        best policy is the same (potential-based shaping, Ng, Harada & Russell 1999); but each row is told at once, and
-        every row is told, not only those of episodes that end in the tail.
+        The tail cost (L − ν)₊/α is known only when an episode ends, and is above 0 for a share α of episodes only. Each
+        row is instead charged the change that it makes to the expected cost, if the rest of the episode behaves like
+        recent rows. Over an episode these charges sum to the tail cost minus a constant, so the optimal policy is the
+        same (potential-based shaping, Ng, Harada & Russell 1999); but every row gets its signal at once, not only rows
+        of episodes that end in the tail.
 
         The costs are differentiable in the outcomes. Summed over a window they are the expected cost at its end less
         that at its start; over whole episodes, (L − ν)₊/α itself, whose gradient is that of the tail.
@@ -166,7 +166,7 @@ class RiskBudget:
         return change.masked_fill(~rollout.valid, 0.0)
 
     def _expected(self, losses: Tensor, rows: Tensor, ended: Tensor | None = None) -> Tensor:
-        """The cost to be expected of episodes that stand at these losses with so many rows to come, [...]."""
+        """Expected cost of episodes at these losses with this many rows to come, [...]."""
         if self.config.measure == "drawdown":
             return self.constraint.excess(losses)  # a deepest fall does not move like a sum
         rows = rows if ended is None else rows.masked_fill(ended, 0.0)
@@ -203,7 +203,7 @@ class RiskBudget:
         return self.constraint.combine(estimates.advantages, cost_advantages), metrics
 
     def metrics(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
-        """`risk/*` after the rollout's outcomes were taken in, and how well the return's distribution foresaw them."""
+        """`risk/*` after the rollout's outcomes are recorded, and how well the return's distribution predicted them."""
         metrics = self.constraint.metrics()
         metrics["risk/tail_outcomes"] = torch.full_like(self.predicted, self.tail_outcomes)
         if self.predictions is not None and estimates.views:
@@ -212,7 +212,7 @@ class RiskBudget:
         return metrics
 
     def _predict(self, values: Tensor, starts: Tensor) -> None:
-        """ν plus the expected cost of episodes that begin now; as it was, where none does."""
+        """ν plus the expected cost of episodes that begin now; unchanged where none does."""
         begun = starts.sum()
         mean = torch.where(starts, values, 0.0).sum().double() / begun.clamp(min=1)
         owed = torch.zeros_like(mean)
@@ -233,7 +233,7 @@ class RiskBudget:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.constraint.load_state_dict(state["constraint"])
         self.critic.load_state_dict(state["critic"])
         OptimizerState(self.critic, self.critic.optimizer).load_state_dict(state["optimizer"])

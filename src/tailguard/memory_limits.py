@@ -111,7 +111,7 @@ def _container() -> float:
 def _kilobytes(path: Path, name: str) -> float:
     """The bytes of a line such as `MemAvailable:  123 kB`; infinite where there is none."""
     with contextlib.suppress(OSError):
-        found = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
-        if found:
-            return 1024.0 * int(found[1])
+        match = re.search(rf"^{name}:\s+(\d+) kB$", path.read_text(), re.MULTILINE)
+        if match:
+            return 1024.0 * int(match[1])
     return math.inf

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from tailguard.data.order_statistics import streamed_statistics
+from tailguard.data.disk.order_statistics import streamed_statistics
 
 PROBABILITIES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.999, 1.0)
 

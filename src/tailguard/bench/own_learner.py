@@ -28,12 +28,12 @@ EVERYTHING: dict[str, Any] = RISK_STACK | {
     "target_kl": 1.0,
     "extensions": (BehaviourCloning(0.01, beta=1.0),),
 }
-"""All features on. The KL target is watched and never reached: an early stop would pass for speed."""
+"""All features on. The KL target is checked and never reached: an early stop would look like speed."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is trained on at once."""
+    """Sizes of a training iteration."""
 
     envs: int
     steps: int
@@ -54,7 +54,7 @@ class Shape:
 
 
 EQUAL = Shape(64, 64, 1_024)
-"""The shape in which learners are compared like with like."""
+"""The shape in which learners are compared on equal terms."""
 DEFAULTS = Shape(256, 64, 4_096)
 """Our own defaults."""
 AS_PEOPLE_RUN_IT = Shape(8, 128, 128)

@@ -17,12 +17,12 @@ import tailguard as tg
 from tailguard.config import RunConfig, load_config
 from tailguard.data.features import FEATURES, FeatureError, feature
 from tailguard.data.splits import Split
-from tailguard.envs.mapped_market import RowRanges, open_market
+from tailguard.envs.prepared_market import RowRanges, open_market
 from tailguard.errors import BarsError, BarsWarning, ConfigError, RunError
 from tailguard.evaluate.trials import bars_hash
 from tailguard.experiment.build import load_bars_in_memory, split_market
 from tailguard.runs.checkpoint import CheckpointStore, data_hashes
-from tailguard.runs.preparing import prepare_market
+from tailguard.runs.prepare_market import prepare_market
 from tailguard.runs.runner import resume_run, train
 
 NAMES = "data.features=[return_4, atr_14, volume_168, time_of_day_sin]"
@@ -155,7 +155,7 @@ def test_damage_is_named(prepared: Path) -> None:
 
 def forged(prepared: Path, change: Callable[[dict], None]) -> None:
     """Change the manifest as a stranger would: with a hash that fits."""
-    from tailguard.envs.mapped_market import digest_of
+    from tailguard.envs.prepared_market import digest_of
 
     manifest = json.loads((prepared / "market.json").read_text())
     change(manifest)

@@ -69,14 +69,14 @@ def map_array(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
     """The array of a manifest's entry, read-only; only its size is checked, not its content."""
     shape, dtype = _described(path, entry)
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as error:
         raise BarsError(f"{path}: cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise BarsError(f"{path}: not a plain file; links are not followed")
     size = dtype.itemsize * math.prod(shape)
-    if found.st_size != size:
-        raise BarsError(f"{path}: {found.st_size:,} bytes long; {size:,} were written")
+    if status.st_size != size:
+        raise BarsError(f"{path}: {status.st_size:,} bytes long; {size:,} were written")
     if size == 0:
         return np.empty(shape, dtype)
     return np.memmap(path, dtype, "r", shape=shape)
