@@ -35,7 +35,7 @@ GUARDS = GuardConfig(
     errors_per_hour=1_000_000,
 )
 """Guards that do not trip: chaos is about orders, and a killed session would send none."""
-MOST_RESTARTS = 400
+MOST_RESTARTS = 2_000
 
 
 class Crash(BaseException):
@@ -89,7 +89,7 @@ class Chaos:
         }
         for name in ("disconnect", "clock_jump"):
             rates[name] = rates.get(name, 0.0) / 10
-        self.crash_rate = float(np.exp(self.draw.uniform(np.log(0.001), np.log(0.03))))
+        self.crash_rate = float(np.exp(self.draw.uniform(np.log(0.001), np.log(0.01))))
         self.kill_rate = 0.002 if self.draw.random() < 0.4 else 0.0
         self.stranger_rate = 0.05 if self.draw.random() < 0.3 else 0.0
         self.liquidation_rate = 0.02 if self.draw.random() < 0.15 else 0.0

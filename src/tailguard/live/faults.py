@@ -69,7 +69,9 @@ class Faults:
         if self._happens("read_fails"):
             raise OutcomeUnknown("no answer")
 
-    def around_place(self, order: OrderRequest, accept: Callable[[OrderRequest], OrderReport], now: int) -> OrderReport:
+    def around_place(
+        self, order: OrderRequest, accept: Callable[[OrderRequest, int], OrderReport], now: int
+    ) -> OrderReport:
         """Bring an order to the venue and its answer back, or not."""
         self._connection()
         if self._happens("request_lost"):
@@ -83,20 +85,18 @@ class Faults:
             raise Refused("margin is insufficient")
         if self._happens("unavailable"):
             if self._draw.random() < 0.5:
-                self._try(accept, order)
+                self._try(accept, order, now)
             raise OutcomeUnknown("503 service unavailable")
         if self._happens("reply_lost"):
-            self._try(accept, order)
+            self._try(accept, order, now)
             raise OutcomeUnknown("timed out")
-        return accept(order)
+        return accept(order, now)
 
-    def arrived(self, now: int) -> OrderRequest | None:
-        """An order that was under way and has arrived by now."""
-        for index, (moment, order) in enumerate(self._under_way):
-            if moment <= now:
-                del self._under_way[index]
-                return order
-        return None
+    def arrived(self, now: int) -> list[tuple[int, OrderRequest]]:
+        """Orders that were under way and have arrived by now, with the time of their arrival."""
+        there = sorted((each for each in self._under_way if each[0] <= now), key=lambda each: each[0])
+        self._under_way = [each for each in self._under_way if each[0] > now]
+        return there
 
     def is_hidden(self, accepted_ms: int, now: int) -> bool:
         return now < accepted_ms + 2_000 and self._happens("late_events")
@@ -121,9 +121,9 @@ class Faults:
             self._silent -= 1
             raise OutcomeUnknown("network is unreachable")
 
-    def _try(self, accept: Callable[[OrderRequest], OrderReport], order: OrderRequest) -> None:
+    def _try(self, accept: Callable[[OrderRequest, int], OrderReport], order: OrderRequest, now: int) -> None:
         try:
-            accept(order)
+            accept(order, now)
         except Refused:
             return
 

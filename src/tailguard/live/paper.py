@@ -7,6 +7,7 @@ prices of the bar, as in `market.simulator`. Without faults its equity is the si
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -146,11 +147,9 @@ class PaperVenue:
 
     def pass_time(self, now: int) -> None:
         """Take requests that were under way, and close every bar that has ended."""
-        while (request := self.faults.arrived(now)) is not None:
-            try:
-                self._accept(request)
-            except Refused:
-                continue
+        for moment, request in self.faults.arrived(now):
+            with contextlib.suppress(Refused):
+                self._accept(request, moment)
         books, times = self.books, self.panel.time
         before = books.row, books.closed
         while True:
@@ -181,9 +180,9 @@ class PaperVenue:
         """At the price of the forming bar's open, in the quote currency."""
         return VenueAccount(self.books.cash, self.books.positions).equity(self._prices())
 
-    def _accept(self, order: OrderRequest) -> OrderReport:
-        """Take an order, fill what can be filled at the open, and let the rest expire."""
-        late = self.clock.now() + self.faults.clock_skew_ms - order.sent_ms
+    def _accept(self, order: OrderRequest, now: int) -> OrderReport:
+        """Take an order that arrives now, fill what can be filled at the open, and let the rest expire."""
+        late = now + self.faults.clock_skew_ms - order.sent_ms
         if not -1_000 <= late <= self.receive_window_ms:
             raise WrongClock(f"timestamp is {late} ms old; {self.receive_window_ms} ms are allowed")
         if self.books.closed:
@@ -217,7 +216,7 @@ class PaperVenue:
             "quantity": str(order.quantity),
             "filled": str(filled),
             "price": average,
-            "accepted": self.clock.now(),
+            "accepted": now,
         }
         self.books.orders[order.client_id] = accepted
         self._save()

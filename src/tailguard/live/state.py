@@ -132,7 +132,8 @@ class LiveState:
             record["flatten"],
         )
         self.intents[intent.client_id] = intent
-        finished = [name for name, each in self.intents.items() if not each.is_open]
+        # Those of the current bar stay: the number of an attempt counts them.
+        finished = [name for name, each in self.intents.items() if not each.is_open and each.bar != intent.bar]
         for name in finished[: max(0, len(self.intents) - RECENT)]:
             del self.intents[name]
 
