@@ -1,4 +1,4 @@
-"""A process that trades 300 bars on paper, from wherever its files say it stopped. The test kills it."""
+"""A process that trades 60 bars on paper, from wherever its files say it stopped. The test kills it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tailguard.market import MarketConfig
 
 def main(folder: Path) -> None:
     config = MarketConfig()
-    replayed = ReplayedMarket.of(tg.make_market(311, assets=2, seed=3).bars, config, 11)
+    replayed = ReplayedMarket.of(tg.make_market(71, assets=2, seed=3).bars, config, 11)
     journal = Journal(folder / "journal.jsonl")
     first = replayed.live_bars[0].time_ms
     clock = SimulatedClock(max([first, *(int(record["time"]) for record in journal.records[-1:])]))

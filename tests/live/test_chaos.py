@@ -144,7 +144,7 @@ def test_a_process_killed_again_and_again_by_the_system_trades_as_one(tmp_path: 
         worker = subprocess.Popen([sys.executable, str(WORKER), str(tmp_path)], stdout=subprocess.PIPE, text=True)
         assert worker.stdout is not None
         assert worker.stdout.readline() == "trading\n"
-        time.sleep(draw.uniform(0.0, 0.6))
+        time.sleep(draw.uniform(0.0, 0.5))
         if worker.poll() is not None:
             break
         os.kill(worker.pid, signal.SIGKILL)
@@ -153,10 +153,10 @@ def test_a_process_killed_again_and_again_by_the_system_trades_as_one(tmp_path: 
     else:
         pytest.fail("the worker never finished")
     assert worker.returncode == 0
-    assert kills >= 5
+    assert kills >= 3
     records = list(read_records(tmp_path / "journal.jsonl"))
     decided = [record["bar"] for record in records if record["kind"] == "decision"]
-    assert len(set(decided)) == len(decided) == 300
+    assert len(set(decided)) == len(decided) == 60
     intents = {record["id"]: record for record in records if record["kind"] == "intent"}
     books = json.loads((tmp_path / "venue.json").read_text())
     taken = Counter((intents[name]["bar"], intents[name]["symbol"]) for name in books["orders"])
