@@ -34,9 +34,8 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.config import RunConfig, load_config
 from tailguard.data.features import compute_features
 from tailguard.data.market_law import MarketLaw
-from tailguard.data.panel import Panel
+from tailguard.data.panel import FeatureTable, Panel
 from tailguard.data.prepare import PreparedBars
-from tailguard.data.table import FeatureTable
 from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
 from tailguard.experiment.build import split_market

@@ -115,7 +115,7 @@ def settings(plan: Plan) -> dict[str, Any]:
     """Of the learner. It starts flat, and grows its positions until the budget binds."""
     return {
         "n_steps": plan.n_steps, "minibatch_size": plan.n_steps * plan.envs // plan.minibatches,
-        "gamma": 0.95, "gae_lambda": 0.8, "target_kl": 0.02, "advantages": "hindsight",
+        "gamma": 0.95, "gae_lambda": 0.8, "target_kl": 0.02,
         "learning_rate": f"exponential:{FIRST_RATE}:{LAST_RATE}",
         "exploration": f"exponential:1:{LAST_DEVIATION / FIRST_DEVIATION}",
         "log_std_init": math.log(FIRST_DEVIATION),
@@ -125,13 +125,13 @@ def settings(plan: Plan) -> dict[str, Any]:
 
 
 def run(limit: float | None, plan: Plan) -> dict[str, Any]:
-    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode."""
+    """Train one agent; returns its metrics in training and on the unseen years, as returns of an episode."""
     torch.set_num_threads(plan.threads)
     env = tg.TradingEnv(
         read_market(plan.market, "seen"), num_envs=plan.envs, device=plan.device, episode_length=EPISODE,
         stagger=plan.n_steps, seed=plan.seed,
     )  # fmt: skip
-    # Without a limit, a budget that nothing can break: the price of risk stays 0, and the tail is measured anyway.
+    # Without a limit, a budget that nothing can break: λ stays 0, and the tail is measured anyway.
     risk = tg.RiskConfig(limit=-0.99 if limit is None else limit, alpha=ALPHA, kp=4.0, ki=0.1, lambda_max=20.0)
     agent = tg.DistributionalPPO(env, seed=plan.seed, risk=risk, **settings(plan))
     course: list[list[float]] = []

@@ -18,8 +18,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("market",),
     ("envs",),
-    ("models",),
     ("returns",),
+    ("models",),
     ("risk",),
     ("optim",),
     ("monitor",),
@@ -189,6 +189,49 @@ def test_a_module_imports_only_layers_upstream_of_it(module: str) -> None:
     assert not wrong_imports(module, set(module_names()))
 
 
+@pytest.mark.parametrize("module", ["algorithm.learner", "algorithm.ppo", "algorithm.pathwise"])
+def test_a_learner_needs_few_other_modules(module: str) -> None:
+    """A loop that reads: it calls at most fifteen other modules, those imported inside functions included."""
+    assert len(imports_of(module, set(module_names()))) <= 15
+
+
+PARTS_OF_THEIR_OWN = {
+    "models.critics": ("Critic", "DistributionalCritic", "ScalarCritic", "QuantileCritic", "CategoricalCritic"),
+    "optim": ("UPGD", "UPGDW", "AdaptiveUPGD", "UtilityOptimizer", "Adam", "AdamW", "SGD"),
+}
+"""Rooms whose classes nobody else tells apart: what differs between them is their own behaviour."""
+
+
+def told_apart(source: str) -> set[str]:
+    """Names of the classes that a module asks for by isinstance, issubclass or `type(…) is`."""
+    named = set()
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = node.args[1:]
+        elif isinstance(node, ast.Compare):
+            asked = node.comparators
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        for part in (name for expression in asked for name in ast.walk(expression)):
+            named |= {part.id} if isinstance(part, ast.Name) else set()
+            named |= {part.attr} if isinstance(part, ast.Attribute) else set()
+    return named
+
+
+@pytest.mark.parametrize("room", PARTS_OF_THEIR_OWN)
+def test_nobody_outside_their_room_tells_critics_or_optimisers_apart(room: str) -> None:
+    elsewhere = [name for name in module_names() if name != room and not name.startswith(f"{room}.")]
+    found = {}
+    for module in elsewhere:
+        base = SOURCE.joinpath(*module.split("."))
+        path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if named := told_apart(path.read_text(encoding="utf-8")) & set(PARTS_OF_THEIR_OWN[room]):
+            found[module] = named
+    # The network asserts what `register_critic` has checked, for the type checker.
+    assert found == ({"models.policy": {"DistributionalCritic"}} if room == "models.critics" else {})
+
+
 def test_every_entry_of_the_layers_is_a_module() -> None:
     known = set(module_names())
     assert not [entry for layer in LAYERS for entry in layer if entry not in known]
@@ -329,3 +372,26 @@ def test_nothing_refers_to_documents_outside_the_repository() -> None:
         for match in ELSEWHERE.finditer(line)
     ]
     assert not found
+
+
+SAME_IN_EVERY_ROOM = {"config", "registry"}
+"""Names of modules that mean the same wherever they stand: a room's settings, a room's table of parts."""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_two_modules_have_one_name_but_for_the_commands_of_a_room() -> None:
+    """`cli/data.py` holds the commands of `data/`, and so on; everything else can be named without its folder."""
+    places: dict[str, list[str]] = {}
+    for module in module_names():
+        if not module.startswith("cli."):
+            places.setdefault(module.rpartition(".")[2], []).append(module)
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert twice.keys() <= SAME_IN_EVERY_ROOM, twice

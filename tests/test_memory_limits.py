@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tailguard.errors import ConfigError
-from tailguard.memory_limits import free_memory, in_words, is_out_of_memory, told_when_out_of_memory
+from tailguard.memory_limits import explain_out_of_memory, format_bytes, free_memory, is_out_of_memory
 
 
 def test_bytes_as_people_write_them() -> None:
-    assert [in_words(size) for size in (0, 999, 1_500, 61.34e9, 3.7e12, 4e30)] == [
+    assert [format_bytes(size) for size in (0, 999, 1_500, 61.34e9, 3.7e12, 4e30)] == [
         *("0 bytes", "999 bytes", "1.5 kB", "61.3 GB", "3.7 TB"),
         "4,000,000,000,000 EB",
     ]
@@ -66,12 +66,12 @@ def test_a_learner_keeps_freed_memory_so_that_its_pages_need_not_be_cleared_agai
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8), lambda: np.ones((2**50,))])
 def test_an_allocation_that_fails_is_told_in_one_sentence(allocate) -> None:
     message = r"out of memory when allocating .*\. Make it smaller"
-    with pytest.raises(ConfigError, match=message) as caught, told_when_out_of_memory("Make it smaller"):
+    with pytest.raises(ConfigError, match=message) as caught, explain_out_of_memory("Make it smaller"):
         allocate()
     assert is_out_of_memory(caught.value.__cause__)
     assert "\n" not in str(caught.value)
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match="shape"), told_when_out_of_memory("Make it smaller"):
+    with pytest.raises(RuntimeError, match="shape"), explain_out_of_memory("Make it smaller"):
         torch.zeros(2).reshape(3)

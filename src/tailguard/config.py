@@ -170,6 +170,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
+        other = self.ppo if self.learner == "pathwise" else self.pathwise
+        if other.loss_terms:
+            raise ConfigError(
+                f"{other.section}.loss_terms: {', '.join(other.loss_terms)} would have no effect, because the learner "
+                f"is {self.learner}; set learner to {other.section}, or name them in {self.learner}.loss_terms"
+            )
 
     @property
     def chosen(self) -> LearnerConfig:
@@ -376,10 +382,17 @@ def _parse_yaml(text: str, what: str) -> Any:
             loader.dispose()
 
 
+OPEN_TABLES = ("market.extra_costs", "ppo.loss_terms", "pathwise.loss_terms")
+"""Settings that hold what plugins register, by names that are checked when the plugins have been loaded."""
+
+
 def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
-    """Overwrite settings with the given values, in place; every key must exist already."""
+    """Overwrite settings with the given values, in place; every key must exist already, except in open tables."""
     for name, value in given.items():
         key = f"{prefix}{name}"
+        if prefix.removesuffix(".") in OPEN_TABLES:
+            settings[name] = value
+            continue
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")

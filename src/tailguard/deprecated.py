@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -68,6 +68,22 @@ MOVED = {
     },
 }
 """By module that no longer exists: its names, and where each is now."""
+
+
+def renamed_method(old: str, new: str) -> Callable[..., Any]:
+    """A method under its old name, for the body of a class: `figures = renamed_method("figures", "metrics")`."""
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is now {name}.{new}; the old name will be removed in the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)(*arguments, **options)
+
+    call.__doc__ = f"Deprecated: `{new}`."
+    return call
 
 
 class _MovedModule(ModuleType):

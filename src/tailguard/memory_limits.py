@@ -20,7 +20,7 @@ _LARGEST_KEPT, _KEPT_IN_ALL = 32 * 2**20, 256 * 2**20
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
-def in_words(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes in readable units: 61.3 GB."""
     power = min(int(math.log10(max(size, 1)) // 3), len(_UNITS) - 1)
     shown = size / 1000**power
@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def told_when_out_of_memory(way_out: str) -> Iterator[None]:
+def explain_out_of_memory(way_out: str) -> Iterator[None]:
     """Turn an allocation that fails inside into a `ConfigError` that gives the requested size and a remedy."""
     try:
         yield

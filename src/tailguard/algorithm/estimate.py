@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,21 @@ class Estimates:
     """The baseline that GAE used, [T, N]."""
     pessimism: Tensor
     """Mean of twin critics minus their minimum, [T, N]; zeros with one critic."""
+
+
+class AdvantageSource(Protocol):
+    """What the policy is told about its actions."""
+
+    def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
+        """Advantages [T, N] in raw units, before they are normalised, and metrics."""
+        ...
+
+
+class GAEAdvantages:
+    """The advantages of the reward alone, by GAE; a `RiskBudget` is the source that counts the cost of the tail too."""
+
+    def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
+        return estimates.advantages, {}
 
 
 @torch.no_grad()
@@ -176,6 +191,12 @@ def estimate(
                 rollout.rewards, next_quantiles, rollout.terminated, rollout.truncated, config.gamma, coins
             )
     return Estimates(views, advantages, targets, samples, values, pessimism)
+
+
+def final_values(views: tuple[CriticView, ...], twin_mode: TwinMode) -> Tensor:
+    """The value of the rollout's `final_obs` to GAE, [K, N], with its gradient where that was asked for."""
+    value = views[0].final_baseline
+    return value if len(views) == 1 else combine_values(value, views[1].final_baseline, twin_mode)
 
 
 @torch.no_grad()

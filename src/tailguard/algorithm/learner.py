@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
 from tailguard.algorithm.learner_state import GeneratorState, Stateful
+from tailguard.algorithm.loss_terms import weighted_terms
 from tailguard.algorithm.recording import IterationRecorder
 from tailguard.algorithm.risk_budget import RiskBudget
 from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
@@ -68,6 +69,7 @@ class Learner(Agent):
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
+        self.weighted_terms = weighted_terms(config.loss_terms, self.device)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
@@ -161,6 +163,11 @@ class Learner(Agent):
     @abstractmethod
     def set_hyper(self) -> object:
         """Write the current hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+
+    def set_coefficients(self) -> None:
+        """The same for the terms of the loss that the settings name."""
+        for term in self.weighted_terms:
+            term.set_coefficient(self.state.progress)
 
     def _begin(self) -> RolloutState:
         """Fresh episodes and empty memories."""

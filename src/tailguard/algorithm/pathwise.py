@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import CriticView
+from tailguard.algorithm.estimate import CriticView, Estimates, final_values
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import policy_penalty
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import make_batch
+from tailguard.algorithm.update import Batch, make_batch
 from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.models.critics import combine_values
 from tailguard.risk.config import RiskConfig
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class PathwiseLearner(Learner):
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """Two groups with their own learning rates: the policy's parameters, and those that only critics use."""
+        # Trunk 0 is the actor's. If a critic shares it, it still belongs to the policy's group.
         policy = [*self.policy.each_trunk()[0].parameters(), *self.policy.action_head.parameters()]
         known = {id(parameter) for parameter in policy}
         critics = [parameter for parameter in self.policy.parameters() if id(parameter) not in known]
@@ -101,6 +102,7 @@ class PathwiseLearner(Learner):
         self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
+        self.set_coefficients()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         self.updates.begin()
@@ -118,26 +120,40 @@ class PathwiseLearner(Learner):
     def _learn_policy(self) -> _Window:
         """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
+        # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
         traced = self._collect(noise=noise)
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
+        # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
+        # traced observations by hand.
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
         views, estimates, usable = self.targets.estimate(rollout, usable, final_obs)
         if not usable:
             return _Window(rollout, Prepared(estimates, None, {}), usable)
         objective, metrics = self._objective(traced, views, final_obs)
-        metrics |= self._step(objective / self.return_moments.std.float(), traced, noise)
+        # In units of the return's scale, so that gradient clip and entropy weight mean the same in every market.
+        objective = objective / self.return_moments.std.float()
+        if self.weighted_terms:
+            batch = self._batch(rollout, estimates)
+            penalty, of_terms = policy_penalty(
+                self.weighted_terms, self.policy, rollout, estimates, batch, self.state.progress
+            )
+            objective, metrics = objective - penalty, metrics | of_terms
+        metrics |= self._step(objective, traced, noise)
         if self.risk is not None:
             metrics |= self.risk.metrics(rollout, estimates)
+        # After the policy's step, whose objective is in the old units.
         metrics |= self.targets.rescale(rollout, estimates)
-        batch = None
-        if self.has_critics:
-            batch = make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, metrics), usable)
+        targets = self._batch(rollout, estimates) if self.has_critics else None
+        return _Window(rollout, Prepared(estimates, targets, metrics), usable)
+
+    def _batch(self, rollout: Rollout, estimates: Estimates) -> Batch:
+        return make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
 
     def _noise(self) -> Tensor:
         """Noise of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
         shape = (self.config.n_steps, self.env.num_envs)
+        # Drawn in any case: a deterministic and a stochastic run consume the same random stream.
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
 
@@ -155,16 +171,16 @@ class PathwiseLearner(Learner):
         objective = earned
         if self.has_critics:
             rows = list(rollout.final_rows)
+            # An episode cut by time keeps its value; a liquidated account has none.
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
-            value = views[0].final_baseline
-            if len(views) == 2:
-                value = combine_values(value, views[1].final_baseline, self.config.twin_mode)
+            value = final_values(views, self.config.twin_mode)
             # The critic is a constant function to the policy: its slope in the account's state, and nothing else.
             (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
             to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]
             objective = objective + to_come
             metrics["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
         if self.risk is not None:
+            # Summed over whole episodes this is the tail's own cost, so its gradient is that of ES, without a critic.
             cost = self.risk.costs(rollout).sum(0).mean()
             metrics["pathwise/cost"] = cost.detach()
             objective = self.risk.constraint.combine(objective, cost)
@@ -206,6 +222,7 @@ def discounts(ended: Tensor, gamma: float) -> Tensor:
     rows, power = [], torch.ones_like(ended[0], dtype=torch.float32)
     for row in ended:
         rows.append(power)
+        # A new episode inside the window starts at γ⁰: its rewards are not later rewards of the old one.
         power = torch.where(row, 1.0, gamma * power)
     return torch.stack(rows)
 

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.estimate import AdvantageSource, GAEAdvantages
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import LossTerm, check_names
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
+from tailguard.algorithm.update import Batch, Hyper, make_batch
 from tailguard.algorithm.updates import PolicyUpdates
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
@@ -34,7 +36,7 @@ class DistributionalPPO(Learner):
     `device`: where the network lives; the environment's own device by default.
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
-    `extensions`: further terms of the loss.
+    `extensions`: further terms of the loss, beside those that `loss_terms` names.
     `verbose`: 1 prints the table of metrics while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
     `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of our own names.
@@ -74,15 +76,19 @@ class DistributionalPPO(Learner):
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
+        self.advantage_source: AdvantageSource = self.risk or GAEAdvantages()
         self.extensions = tuple(extensions)
+        self.terms: tuple[LossTerm, ...] = (*self.extensions, *self.weighted_terms)
+        """Every further term of the loss: given, and named in the settings."""
+        check_names(self.terms)
         explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
         if not isinstance(self.policy.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
         self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
-        """The batch with the extensions' additions, in the storage that recorded minibatches read."""
-        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.extensions)
+        """The batch with the terms' additions, in the storage that recorded minibatches read."""
+        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
@@ -108,6 +114,7 @@ class DistributionalPPO(Learner):
         hyper.clip_range.fill_(Schedule.parse(config.clip_range)(progress))
         hyper.entropy_coef.fill_(config.entropy_schedule.coefficient(self.state.entropy, progress))
         hyper.kl_coef.fill_(self.state.kl_coef)
+        self.set_coefficients()
         return hyper
 
     @torch.no_grad()
@@ -116,25 +123,23 @@ class DistributionalPPO(Learner):
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
-        """Evaluate critics, estimate returns, subtract the risk cost, normalise advantages and make the batch."""
+        """Evaluate critics, estimate returns, take the source's advantages, normalise them and make the batch."""
         _, estimates, usable = self.targets.estimate(rollout, usable)
         if not usable:
             return Prepared(estimates, None, {})
-        raw, metrics = estimates.advantages, dict[str, Tensor]()
-        if self.risk is not None:
-            raw, metrics = self.risk.advantages(rollout, estimates)
+        raw, metrics = self.advantage_source.advantages(rollout, estimates)
         advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
         metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
         batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, metrics)
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
-        """Let the extensions add to the batch. They run outside recorded graphs, so they may sync and branch."""
+        """Let further terms add to the batch. They run outside recorded graphs, so they may sync and branch."""
         batch = prepared.batch
         assert batch is not None  # a rollout that can be used has one
-        for extension in self.extensions:
-            batch = extension.prepare(rollout, prepared.estimates, batch, self.state.progress)
-        if self.extensions and self.runtime.recording:
+        for term in self.terms:
+            batch = term.prepare(rollout, prepared.estimates, batch, self.state.progress)
+        if self.terms and self.runtime.recording:
             self.extended = batch if self.extended is None else self.runtime.copy_in_place(self.extended, batch)
             batch = self.extended
         return batch if self.policy.is_recurrent else batch.rows_as_sequences()

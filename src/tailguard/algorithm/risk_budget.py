@@ -99,7 +99,7 @@ class RiskBudget:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.running = RunningLosses(env.num_envs, config.measure == "drawdown", self.device)
         self.predictions: PredictedReturns | None = None
-        if ppo.network.critic != "scalar":
+        if ppo.network.critic_kind.predicts_distribution:
             self.predictions = PredictedReturns(
                 env.num_envs, ppo.network.quantiles, ppo.gamma, self.config.needed, self.device
             )

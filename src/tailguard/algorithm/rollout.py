@@ -98,9 +98,10 @@ def act(
 ) -> tuple[Acted, MemoryState]:
     """Choose actions for one row.
 
-    A non-finite observation is replaced by the mean: the rollout is not learned from, but it must not corrupt the
-    recurrent state or the environment beyond it.
+    A NaN is replaced by the mean, an infinity by the clip's bound, or by the mean without a clip: such a rollout is not
+    learned from, and must not corrupt the recurrent state or the environment beyond it.
     """
+    # 0 is the mean in scaled units.
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
     dist_params, memory = policy.act(scaled, memory, start)
     return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
@@ -128,6 +129,7 @@ def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:
+            # All parts of the trunk are cleared together: a cell without its output is a state the LSTM was never in.
             bad = ~part.isfinite().all(-1).all(0)
             trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
             broken = bad | broken.to(bad.device)
@@ -153,6 +155,7 @@ def collect(
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
     """
     head = policy.action_head
+    # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
@@ -166,6 +169,8 @@ def collect(
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if isinstance(env, FunctionalEnv):
+            # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
+            # inputs.
             env_noise = env.draw()
             acted, memory, env.state, step = whole_step(
                 policy, env, scale, obs, start, memory, noise, env.state, env_noise
@@ -179,6 +184,8 @@ def collect(
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
+        # Autoreset replaces the last observation of an episode by the first of the next one; GAE and SR(λ) bootstrap
+        # from the true successor, which is kept here. On a GPU every row is kept: asking would wait for the device.
         if t == n_steps - 1 or may_hold_any(ended):
             final_rows.append(t)
             final_obs.append(step.final_obs)
@@ -190,6 +197,7 @@ def collect(
         episode_start=stacked["start"],
         actions=stacked["action"],
         dist_params=stacked["dist_params"],
+        # Of raw actions, because undoing a tanh loses all digits near the bounds (see `models.actions`).
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
         # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
         rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
@@ -203,4 +211,5 @@ def collect(
         outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
         memory_resets=broken.sum(),
     )
+    # Only the actor, trunk 0, has acted. Critics read the whole rollout later, in one pass, from their own states.
     return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

@@ -24,6 +24,7 @@ from tailguard.envs.protocol import FunctionalEnv
 RuntimeKind = Literal["auto", "eager", "compile", "graph"]
 Mode = Literal["eager", "compile", "graph"]
 
+# What is created on first use, such as the optimiser's moments, must exist before capture.
 WARMUP = 2
 """Iterations before anything is recorded."""
 
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 
 def obstacle(env: Any, device: torch.device, on_nonfinite: str) -> str | None:
     """Why iterations cannot be recorded here, in words; None if they can."""
+    # Beyond the device, both obstacles would need a value on the host in the middle of an iteration.
     if device.type != "cuda":
         return f"CUDA graphs need a GPU, and this is {device.type}"
     if not isinstance(env, FunctionalEnv):
@@ -111,11 +113,14 @@ class Runtime:
         self._pool = None  # it ends with the last graph that was recorded in it
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recorded:
+        # One pool for all graphs: they never run at the same time, so their temporaries may overlap.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # A registered generator advances with every replay; an unregistered one cannot be used inside a graph.
         for generator in self.generators:
             graph.register_generator_state(generator)
+        # The graph reads these copies at fixed addresses; `replay` fills them with the caller's values.
         held = tuple(value.clone() for value in inputs)
         with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
             result = function(*held)
@@ -130,6 +135,7 @@ class _Recorded:
 
     def replay(self, inputs: Sequence[Tensor]) -> Any:
         for mine, given in zip(self.inputs, inputs, strict=True):
+            # Ordered on the stream before the graph: no wait for the device.
             mine.copy_(given)
         self.graph.replay()
         return self.result
@@ -143,6 +149,7 @@ def copy_into(before: Any, after: Any) -> None:
     for mine, value in zip(old, new, strict=True):
         if mine.shape != value.shape:
             raise ValueError(f"a tensor of shape {tuple(value.shape)} cannot take the place of {tuple(mine.shape)}")
+        # A function that updated in place returns the same tensor.
         if mine is not value:
             mine.copy_(value)
 

@@ -81,7 +81,7 @@ def rebuild(
     kind: type[AnyLearner] | None = None,
     **options: Any,
 ) -> AnyLearner:
-    """The agent of a description and its parts, as `describe` and `capture` gave them; see `load_agent`.
+    """The agent of a description and its parts, as `describe` and `capture` return them; see `load_agent`.
 
     `folder`: where they come from, for messages.
     """
@@ -166,9 +166,9 @@ def describe(agent: Learner) -> dict[str, Any]:
 def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes: bool) -> None:
     """Load what `capture` returned into an agent built with the same settings.
 
-    `where`: the folder it comes from, for messages.
-    `episodes`: also return to the running episodes, so that the agent goes on exactly as the captured one did; its
-    environment must be of the same kind, on the same data. Otherwise it begins fresh ones.
+    `where`: the folder it comes from, for messages. `episodes`: also return to the running episodes, so that the agent
+    continues exactly as the captured one did; its environment must be of the same kind, on the same data. Otherwise it
+    begins fresh ones.
     """
     targets = agent.parts()
     weights, state = parts["weights"], dict(parts["state"])
@@ -204,7 +204,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
 
 
 def adopt(agent: Learner, parts: Mapping[str, State], where: str) -> None:
-    """Take over another learner's weights and statistics; optimiser, budget and episodes begin anew."""
+    """Take over another learner's weights and statistics; optimiser, budget and episodes start fresh."""
     weights, state = parts["weights"], parts["state"]
     kept = {name: agent.parts()[name] for name in ("observations", "returns")}
     _check_fits(weights, agent.policy.state_dict(), "weights", where)

@@ -156,7 +156,7 @@ def whole_number(name: str, value: Any) -> int:
 def make_writers(learner: Learner, log_interval: int, run_name: str, *, new_run: bool) -> list[Callback]:
     """What `verbose` and `tensorboard_log` ask for: a table of the metrics, and curves in a numbered folder.
 
-    `new_run`: take a new number; otherwise the last run's curves go on.
+    `new_run`: take a new number; otherwise the last run's curves continue.
     """
     writers: list[Callback] = []
     if learner.verbose:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.algorithm.context import TrainingContext
 from tailguard.algorithm.iteration_metrics import GradientNorms
+from tailguard.algorithm.loss_terms import LossTerm
 from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.optimizers import optimizer_metrics, unless
 from tailguard.algorithm.schedules import KLStopper, KLStopState
 from tailguard.algorithm.update import (
     Batch,
     Hyper,
-    LossTerm,
     MinibatchLoss,
     critic_minibatch_loss,
     loss_of_critic_features,

@@ -121,7 +121,7 @@ def report(
 
     from tailguard.evaluate.budget import Budget
     from tailguard.evaluate.report import check_place, write_report
-    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.collect import collect, planned_steps
     from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
     from tailguard.evaluate.report.record_tables import write_csv
     from tailguard.evaluate.report.verdict import verdict
@@ -147,7 +147,7 @@ def report(
     if symbol is not None:
         opened = opened.select(symbol)
     budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
-    with shown_steps("report", work_ahead(opened), console) as begin:
+    with shown_steps("report", planned_steps(opened), console) as begin:
         data = collect(opened, budget=budget, trials=trials, before_each=begin)
     write_report(data, path)
     say(console, f"verdict  {verdict(data)}")

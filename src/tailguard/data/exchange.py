@@ -86,7 +86,7 @@ class Exchange:
         _known(f"{exchange} timeframe", timeframe, list(client.timeframes))
         step = parse_frequency(timeframe) // timedelta(milliseconds=1)
         say(f"connecting to {exchange}")
-        _insist(client, ccxt, client.load_markets, retry, say, first=True)
+        _with_retries(client, ccxt, client.load_markets, retry, say, first=True)
         _known(f"{exchange} symbol", symbol, client.symbols)
         return cls(
             client=client,
@@ -96,7 +96,7 @@ class Exchange:
             step=step,
             page=client.feature_value(symbol, "fetchOHLCV", "limit", USUAL_PAGE) or USUAL_PAGE,
             # The local clock may be ahead and treat a bar as complete that is still forming.
-            now=_insist(client, ccxt, client.fetch_time, retry, say)
+            now=_with_retries(client, ccxt, client.fetch_time, retry, say)
             if client.has.get("fetchTime")
             else client.milliseconds(),
             retry=retry,
@@ -143,7 +143,7 @@ class Exchange:
         )
 
     def _ask(self, since: int) -> list[Row]:
-        answer = _insist(
+        answer = _with_retries(
             self.client,
             self.errors,
             lambda: self.client.fetch_ohlcv(self.symbol, self.timeframe, since, self.page),
@@ -187,7 +187,7 @@ class Exchange:
         )
 
 
-def _insist(
+def _with_retries(
     client: Any, errors: Any, request: Callable[[], Result], retry: Retry, say: Say, first: bool = False
 ) -> Result:
     """Repeat a request on network errors and rate limits, with growing pauses.

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Accounts, Bars
 from tailguard.data.indicators import ratio
+from tailguard.data.panel import FeatureTable
 from tailguard.data.registry import FEATURES, Feature, FeatureError, feature, find_features
-from tailguard.data.table import FeatureTable
 from tailguard.errors import ConfigError
 
 __all__ = [
@@ -135,7 +135,7 @@ def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int
     generator = np.random.default_rng(seed)
     leaks: dict[str, Leak] = {}
     for cut in cuts.gather(generator.integers(len(cuts), size=probes)):
-        for future in (_wild(frame, cut, generator), frame.filter(pl.col("time") <= cut)):
+        for future in (_corrupted_after(frame, cut, generator), frame.filter(pl.col("time") <= cut)):
             for leak in _moved(frame, truth, future, _evaluate(future, chosen), cut):
                 leaks.setdefault(leak.feature, leak)
     return [leaks[entry.name] for entry in chosen if entry.name in leaks]
@@ -191,7 +191,7 @@ def _check_defined(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -
         )
 
 
-def _wild(frame: pl.DataFrame, cut: datetime, generator: np.random.Generator) -> pl.DataFrame:
+def _corrupted_after(frame: pl.DataFrame, cut: datetime, generator: np.random.Generator) -> pl.DataFrame:
     """The bars with every number after `cut` replaced: prices and sizes off by orders of magnitude, some zero."""
     later = pl.col("time") > cut
     replaced = []

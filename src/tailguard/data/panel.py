@@ -1,4 +1,4 @@
-"""The arrays of a market: plain numpy, so that the numeric core needs no data-frame library."""
+"""The arrays of a market and of its features: plain numpy, so that the numeric core needs no data-frame library."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ class Panel:
 
     def _per_row(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureTable:
+    """`R` rows of `F` features, row by row those of `Bars.panel` with the same accounts."""
+
+    values: NDArray[np.float64]
+    """Unscaled values, NaN where a feature is still warming up, [R, F]."""
+    names: tuple[str, ...]
+    """Name of each column; `name:SYMBOL` where a portfolio holds several symbols."""
+    valid: NDArray[np.bool_]
+    """Rows on which every feature is defined, [R]; the others must not be traded."""
+    definitions: tuple[str, ...]
+    """Fingerprint of each column's feature: equal if it gives the same numbers on the same bars."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
-from tailguard.memory_limits import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars
@@ -74,6 +74,6 @@ def _check_memory(rows: int, features: int, source: str) -> None:
     needed, free = 20.0 * rows * features, free_memory()
     if needed > free:
         raise BarsError(
-            f"{source}: {features} features of {rows:,} bars take at least {in_words(needed)} of memory, and "
-            f"{in_words(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
+            f"{source}: {features} features of {rows:,} bars take at least {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
         )

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tailguard.data.table import FeatureTable
+from tailguard.data.panel import FeatureTable
 from tailguard.errors import ConfigError
 
 Float = NDArray[np.float64]

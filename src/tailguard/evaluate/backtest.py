@@ -228,8 +228,8 @@ def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
     share = 100 * len(seen) / len(times)
     warnings.warn(
         f"in-sample: the agent was trained on {', '.join(symbols)} at {share:.3g} % of the times of these bars, "
-        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the figures "
-        "say nothing about skill. Use later bars",
+        f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}. Unless this is another market of the same name, the results "
+        "are no evidence of skill. Use later bars",
         BarsWarning,
         stacklevel=3,
     )

@@ -48,7 +48,8 @@ def predictions(agent: Learner, bars: Bars) -> Predictions | None:
     on where an episode started, a discount so close to one that no return ends within these bars, bars with gaps.
     """
     horizon = _horizon(agent.config.gamma)
-    if agent.config.network.critic == "scalar" or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
+    distributional = agent.config.network.critic_kind.predicts_distribution
+    if not distributional or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
         return None
     listener = _ObservationRecorder(agent)
     net = backtest(listener, bars, progress_bar=False).net

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tailguard.market.config import MarketConfig
     from tailguard.market.tables import Bar, Market
 
-Moment = Literal["order", "close", "liquidation"]
+ChargedAt = Literal["order", "close", "liquidation"]
 """With the order at the open, on the position at the bar's close, or when an account is liquidated."""
 
 Number = TypeVar("Number", float, Tensor)
@@ -90,7 +90,7 @@ class Cost:
 
     A pure function of fixed shapes, differentiable where it is smooth. Only a cost charged at the close may be below
     zero: an income."""
-    charged: Moment
+    charged: ChargedAt
     rate: float = 0.0
     """Default of `MarketConfig.extra_costs[kind]`, for a cost without a setting of its own."""
     setting: str | None = None
@@ -110,7 +110,7 @@ class Cost:
                 f"cost {self.kind!r}: use lower case letters, digits and underscores, and none of the names that the "
                 f"books hold already: {', '.join(sorted(RESERVED))}"
             )
-        check_choice(f"cost {self.kind!r}: charged", self.charged, get_args(Moment))
+        check_choice(f"cost {self.kind!r}: charged", self.charged, get_args(ChargedAt))
         check_range(f"cost {self.kind!r}: rate", self.rate, low=0, high=math.inf, high_open=True)
 
     def rate_in(self, config: MarketConfig) -> float:
@@ -143,7 +143,7 @@ def total(amounts: Iterable[Tensor]) -> Tensor:
 
 
 def charge(
-    market: Market, moment: Moment, basis: Fill[Tensor, Tensor] | Holding[Tensor, Tensor] | ForcedClose
+    market: Market, moment: ChargedAt, basis: Fill[Tensor, Tensor] | Holding[Tensor, Tensor] | ForcedClose
 ) -> dict[str, Tensor]:
     """The market's costs of a moment by kind, [N, 1] each."""
     rates = market.rates.costs
@@ -268,12 +268,12 @@ def unregister_cost(kind: str) -> None:
     del COSTS[kind]
 
 
-def costs_by_moment() -> Mapping[Moment, tuple[Cost, ...]]:
+def costs_by_moment() -> Mapping[ChargedAt, tuple[Cost, ...]]:
     """The registered costs by the moment at which they are charged."""
-    return {moment: tuple(cost for cost in COSTS.values() if cost.charged == moment) for moment in get_args(Moment)}
+    return {moment: tuple(cost for cost in COSTS.values() if cost.charged == moment) for moment in get_args(ChargedAt)}
 
 
-def cost_kinds(moment: Moment | None = None) -> tuple[str, ...]:
+def cost_kinds(moment: ChargedAt | None = None) -> tuple[str, ...]:
     """Names of the registered costs in the order of the books; those of one moment, or all."""
     table = costs_by_moment()
     return tuple(cost.kind for name, costs in table.items() if moment in (None, name) for cost in costs)

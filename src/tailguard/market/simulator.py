@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
-from tailguard.market.costs import Fill, Holding, Moment, charge, over_assets, total
+from tailguard.market.costs import ChargedAt, Fill, Holding, charge, over_assets, total
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Bar, Market, Rates
 
@@ -67,6 +67,7 @@ def step(
     row's segment and the target's gross weight inside the allowed leverage.
     """
     rates = market.rates
+    # Decided at the close of `row`, filled at the open of the next row: no bar is both seen and traded.
     row = state.row + 1
     bar = Bar(*market.table.index_select(1, row).unbind(0))
     equity = state.equity.unsqueeze(1)
@@ -81,6 +82,7 @@ def step(
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
+    # The participation cap: what exceeds it is not filled, and not carried over to the next bar.
     limit = _fill_limit(bar.capacity, equity, rates)
     # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
     order = torch.clamp(wanted, -limit, limit)
@@ -142,6 +144,7 @@ def _with_forced_closes(
     trade, nor the costs at the close. The worst prices count before the close, because a bar does not tell their order.
     """
     rates = market.rates
+    # In the order of the bar: open, worst prices inside, close. The first one without margin decides.
     at_open = margin_excess(opened, rates) <= rates.zero
     before_close = at_open | (margin_excess(revalue(filled, worst), rates) <= rates.zero)
     liquidated = before_close | (margin_excess(closed, rates) <= rates.zero)
@@ -159,7 +162,8 @@ def _with_forced_closes(
         worst.detach(),
         market,
     )
-    skipped: dict[Moment, Tensor] = {"order": at_open, "close": before_close}
+    # A position closed at the open never trades; one closed inside the bar is gone when funding is due.
+    skipped: dict[ChargedAt, Tensor] = {"order": at_open, "close": before_close}
     paid = {
         cost.kind: torch.where(skip, nothing, booked.costs[cost.kind])
         for moment, skip in skipped.items()

@@ -16,7 +16,7 @@ from torch import Tensor
 from tailguard.data.panel import Float, Panel
 from tailguard.errors import BarsError
 from tailguard.market.config import MarketConfig
-from tailguard.market.costs import COSTS, Cost, Moment, costs_by_moment
+from tailguard.market.costs import COSTS, ChargedAt, Cost, costs_by_moment
 
 EIGHT_HOURS_MS = 8 * 3_600_000
 DAY_MS = 86_400_000
@@ -75,7 +75,7 @@ class Market:
     """Open time of each bar in ms, [R] int64."""
     config: MarketConfig
     rates: Rates
-    costs: Mapping[Moment, tuple[Cost, ...]]
+    costs: Mapping[ChargedAt, tuple[Cost, ...]]
     """The table of costs as it was when the market was built, by the moment at which they are charged."""
     signed_funding: bool
     """True: `funding` holds observed rates, paid by longs and received by shorts. False: a cost for both."""

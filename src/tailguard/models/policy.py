@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from tailguard.envs.protocol import ActionSpace, Box
 from tailguard.errors import ConfigError
 from tailguard.models.actions import make_action_head
-from tailguard.models.critics import (
-    CategoricalCritic,
-    CriticKind,
-    DistributionalCritic,
-    Projection,
-    QuantileCritic,
-    ScalarCritic,
-)
+from tailguard.models.critics import CRITICS, Critic, DistributionalCritic, Projection, ScalarCritic
 from tailguard.models.encoder import Activation, Encoder
 from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
 from tailguard.models.precision import Precision, autocast, full_precision
-from tailguard.validate import check_choice, check_count, check_range
+from tailguard.validate import check_choice, check_count, check_range, check_registered
 
 MemoryKind = Literal["separate", "shared", "none"]
 TwinTrunk = Literal["shared", "own"]
@@ -54,8 +47,9 @@ class NetworkConfig:
     """Log of the initial standard deviation, before squashing."""
     log_std_bounds: tuple[float, float] = (-5.0, 1.0)
     """Bounds of the log standard deviation."""
-    critic: CriticKind = "quantile"
-    """Distribution learned in addition to the scalar value: quantile, categorical, or scalar for none."""
+    critic: str = "quantile"
+    """Distribution learned in addition to the scalar value: quantile, categorical, one that a plugin registers, or
+    scalar for none."""
     quantiles: int = 32
     """Quantiles of the return that a distributional critic gives, at least 2."""
     atoms: int = 51
@@ -80,7 +74,7 @@ class NetworkConfig:
         check_choice("network.activation", self.activation, get_args(Activation))
         check_choice("network.memory", self.memory, get_args(MemoryKind))
         check_choice("network.std", self.std, ("global", "state"))
-        check_choice("network.critic", self.critic, get_args(CriticKind))
+        check_registered("network.critic", self.critic, CRITICS, "tailguard.models.critics.register_critic")
         check_choice("network.projection", self.projection, get_args(Projection))
         check_choice("network.twin_trunk", self.twin_trunk, get_args(TwinTrunk))
         check_choice("network.precision", self.precision, get_args(Precision))
@@ -101,6 +95,11 @@ class NetworkConfig:
             )
         if self.twin_trunk == "own" and self.memory == "shared":
             raise ConfigError("network.twin_trunk: own needs a trunk for each; set network.memory to separate or none")
+
+    @property
+    def critic_kind(self) -> type[Critic]:
+        """The class of the critic, which knows what else must be known of it."""
+        return CRITICS[self.critic]
 
 
 class Trunk(nn.Module):
@@ -139,22 +138,26 @@ class Trunk(nn.Module):
 
 
 class ReturnCritic(nn.Module):
-    """A scalar value, and beside it the distribution of the return, on the same features. Both in normalised units."""
+    """A scalar value and the distribution of the return, on the same features. Both in normalised units."""
 
     def __init__(self, feature_size: int, config: NetworkConfig) -> None:
         super().__init__()
         self.value = ScalarCritic(feature_size)
         self.distribution: DistributionalCritic | None = None
-        if config.critic == "quantile":
-            self.distribution = QuantileCritic(feature_size, config.quantiles)
-        elif config.critic == "categorical":
-            low, high = config.support
-            self.distribution = CategoricalCritic(feature_size, config.atoms, low, high, config.projection)
+        if config.critic_kind.predicts_distribution:
+            head = config.critic_kind.from_config(feature_size, config)
+            assert isinstance(head, DistributionalCritic)  # `register_critic` admits no other
+            self.distribution = head
+
+    @property
+    def heads(self) -> list[Critic]:
+        """The value, and the distribution, if there is one."""
+        return [self.value] if self.distribution is None else [self.value, self.distribution]
 
     @property
     def layers(self) -> list[nn.Linear]:
-        """The last layers: of the value, and of the distribution, if there is one."""
-        return [self.value.layer] if self.distribution is None else [self.value.layer, self.distribution.layer]
+        """Their last layers."""
+        return [head.layer for head in self.heads]
 
     def output_of(self, outputs: Sequence[Tensor], features: Tensor) -> CriticOutput:
         """The critic's output from the outputs of its layers."""
@@ -241,6 +244,12 @@ class ActorCritic(nn.Module):
         """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state."""
         features, state = self._trunk(0).step(obs, state, episode_start)
         return self.action_head(features), state
+
+    def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
+        """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""
+        features, _ = self._trunk(0).sequence(obs, state[0], episode_start)
+        dist_params: Tensor = self.action_head(features)
+        return dist_params
 
     def forward(
         self, obs: Tensor, state: PolicyState, episode_start: Tensor, inner_resets: bool | None = None

@@ -60,7 +60,7 @@ class Exposure:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Exposure:
-        """What `dataclasses.asdict` took apart."""
+        """The exposure from the output of `dataclasses.asdict`."""
         return cls(**{item.name: float(state[item.name]) for item in fields(cls)})
 
 

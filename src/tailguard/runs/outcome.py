@@ -85,10 +85,9 @@ def describe_agent(agent: Learner) -> str:
     network = agent.config.network
     memory = "no memory" if network.memory == "none" else f"LSTM {network.lstm_size} ({network.memory})"
     critics = "twin critics" if network.twin_critics else "one critic"
-    spread = {"quantile": f"{network.quantiles} quantiles", "categorical": f"{network.atoms} atoms", "scalar": "scalar"}
     size = sum(parameter.numel() for parameter in agent.policy.parameters())
     return (
-        f"{memory} · {critics}, {spread[network.critic]} · {size:,} parameters · "
+        f"{memory} · {critics}, {network.critic_kind.describe(network)} · {size:,} parameters · "
         f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout · {describe_risk(agent)}"
     )
 

@@ -25,7 +25,7 @@ from tailguard.evaluate.trials import count_trials, record_trial, trial_of
 from tailguard.experiment.build import Experiment, build
 from tailguard.experiment.layout import resume_command
 from tailguard.experiment.trained_run import TrainedRun
-from tailguard.runs.dry_run import rehearse_report, short_budget, shorten_run
+from tailguard.runs.dry_run import dry_run_report, short_budget, shorten_run
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Members, train_members
 from tailguard.runs.outcome import RunResult, describe_agent, print_outcome
@@ -33,7 +33,7 @@ from tailguard.runs.training import prepare_device
 from tailguard.runs.validation import Validation
 
 
-def _say_no(_: str) -> bool:
+def _answer_no(_: str) -> bool:
     return False
 
 
@@ -44,7 +44,7 @@ def train(
     *,
     replace: bool = False,
     resume: bool = False,
-    ask: Callable[[str], bool] = _say_no,
+    ask: Callable[[str], bool] = _answer_no,
     verbose: bool = False,
 ) -> RunResult:
     """Train an agent by the config, store everything in `folder`, and show its results on the test period.
@@ -65,7 +65,7 @@ def train(
         is_resumed = _is_resumed(run, config, replace, resume, ask)
         experiment, members = build_members(config, run, console)
         trained = TrainedRun(folder, config, _untrained_agent(members), experiment.market, experiment.split)
-        _rehearse(trained, console)
+        _dry_run(trained, console)
         if not is_resumed:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
         agent = train_members(
@@ -94,7 +94,7 @@ def _evaluate(run: TrainedRun, budget: Budget | None, before_each: Callable[[str
     return RunResult(run.folder, run.agent, summary, run.config.risk.limit is not None)
 
 
-def _rehearse(run: TrainedRun, console: Console) -> None:
+def _dry_run(run: TrainedRun, console: Console) -> None:
     """Run the final evaluation on a few bars, so that its errors surface before training."""
     unknown = why_no_optimum(run)
     if unknown is not None:
@@ -103,7 +103,7 @@ def _rehearse(run: TrainedRun, console: Console) -> None:
         short = shorten_run(run)
         result = _evaluate(short, short_budget(own_budget(run.config)), lambda _: None)
         print_outcome(result, Console(file=io.StringIO()))
-        rehearse_report(short, result.summary)
+        dry_run_report(short, result.summary)
     except (TailguardError, OSError):
         raise
     except Exception as error:
@@ -116,7 +116,7 @@ def _rehearse(run: TrainedRun, console: Console) -> None:
 def resume_run(
     folder: Path,
     console: Console,
-    ask: Callable[[str], bool] = _say_no,
+    ask: Callable[[str], bool] = _answer_no,
     verbose: bool = False,
     *,
     trust_plugins: bool = False,

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from tailguard.data.bars import Accounts
 from tailguard.data.disk.bar_store import BarStore, moment
 from tailguard.data.features import FeatureError, compute_features, longest_warmup
-from tailguard.data.panel import Panel
-from tailguard.data.table import FeatureTable
+from tailguard.data.panel import FeatureTable, Panel
 
 Float = NDArray[np.float64]
 

@@ -99,7 +99,7 @@ class ReportData:
         return share_of_optimum(self.results)
 
 
-def work_ahead(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
+def planned_steps(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
     """Steps that `collect` will take, to show progress."""
     policies = 2 + len(BASELINES) + (run.synthetic is not None and run.synthetic.signal > 0)
     # Two backtests besides the stresses: on the validation part, and for the critics' predictions.

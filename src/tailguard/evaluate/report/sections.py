@@ -11,9 +11,9 @@ from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, with_interval
 from tailguard.evaluate.report import charts, record_tables
+from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.page import Page, escape, prose
-from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
 
@@ -116,7 +116,7 @@ def _growth(page: Page, data: ReportData) -> None:
         page.paragraph(f"{note[0].upper()}{note[1:]}.", "soft")
     page.paragraph(trials_in_words(data), "soft")
     _months(page, data)
-    _seen_and_unseen(page, data)
+    _validation(page, data)
 
 
 def _months(page: Page, data: ReportData) -> None:
@@ -146,7 +146,7 @@ def trials_in_words(data: ReportData) -> str:
     )
 
 
-def _seen_and_unseen(page: Page, data: ReportData) -> None:
+def _validation(page: Page, data: ReportData) -> None:
     rows = [
         (
             name,
@@ -202,10 +202,10 @@ def _risk(page: Page, data: ReportData) -> None:
         page.add("<h3>Worst drawdowns</h3>")
         page.table(record_tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest drawdowns, UTC.")
         page.download("drawdowns.csv", record_tables.drawdowns_csv(own), "Download all drawdowns as CSV")
-    _foreseen(page, data)
+    _calibration(page, data)
 
 
-def _foreseen(page: Page, data: ReportData) -> None:
+def _calibration(page: Page, data: ReportData) -> None:
     calibration = data.calibration
     if calibration is None:
         return

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailguard.monitor.histograms import histograms
+from tailguard.monitor.tensorboard import histograms
 
 
 @given(

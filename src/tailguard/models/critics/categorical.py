@@ -1,142 +1,47 @@
-"""Critic heads: a scalar value, quantiles of the return, or a categorical distribution over atoms.
+"""Probabilities of evenly spaced atoms.
 
-Every head reads critic features ``[..., H]`` and outputs *normalised* return units; the learner owns the scale
-(``raw = mean + std * output``). When the scale changes, raw predictions must not:
-
-* scalar and quantile heads are linear in their output, so PopArt rescales the layers of ``return_layers()``;
-* a categorical head is linear in its logits, not in its value, so no change of weights can rescale it. Its atoms move
-  instead: ``rescale_support`` expresses the same raw atoms in the new units, which is exact. The atoms keep their
-  raw values, and the support no longer fits once the scale has changed a lot; ``support_drift`` measures
-  that, and ``set_support`` moves the atoms back over the returns. Only that last call may alter predictions.
+The head is linear in its logits, not in its value, so no change of weights can follow a new return scale. Its atoms
+move instead: `rescale` expresses the same raw atoms in the new units, which is exact. The atoms keep their raw values,
+and the support no longer fits once the scale has changed a lot; `support_drift` measures that, and `set_support` moves
+the atoms back over the returns. Only that last call may alter predictions.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
-from tailguard.models.precision import full_precision
+from tailguard.models.critics.base import (
+    INITIAL_GAIN,
+    CriticLoss,
+    DistributionalCritic,
+    LossSettings,
+    ValueClip,
+    clip_value,
+    larger_loss,
+    midpoints,
+    sd_factor,
+)
+from tailguard.models.critics.registry import register_critic
+from tailguard.returns import MomentsChange
 
-CriticKind = Literal["scalar", "quantile", "categorical"]
+if TYPE_CHECKING:
+    from tailguard.models.policy import NetworkConfig
+
 Projection = Literal["two_hot", "hl_gauss"]
-TwinMode = Literal["min", "mean"]
 
 # Farebrother et al. 2024, "Stop Regressing": the width of the Gaussian in units of the atom spacing.
 HL_GAUSS_WIDTH = 0.75
 
-# Small, so that the first predictions are the mean of normalised returns and not noise that the first return statistics
-# would mistake for signal; not zero, so that twin heads differ and the trunk has a gradient from the first step.
-INITIAL_GAIN = 0.01
+# A clipped prediction has atoms without any mass; the floor keeps the cross-entropy there finite.
+PROBABILITY_FLOOR = 1e-6
 
 
-def midpoints(count: int, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """The levels τ_i = (i + ½) / count, shape [count] (Dabney et al. 2018, QR-DQN, lemma 2)."""
-    return (torch.arange(count, dtype=dtype or torch.get_default_dtype(), device=device) + 0.5) / count
-
-
-@torch.no_grad()
-def ascending(values: Tensor) -> Tensor:
-    """Values [..., M] sorted along the last dimension, without gradient."""
-    return values.sort(-1).values
-
-
-class Critic(nn.Module, ABC):
-    """A linear head on critic features."""
-
-    layer: nn.Linear
-
-    def __init__(self, feature_size: int, output_size: int, gain: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(feature_size, output_size)
-        nn.init.orthogonal_(self.layer.weight, gain)
-        nn.init.zeros_(self.layer.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Features [..., H] to the head's output [..., K]."""
-        return full_precision([self.layer], features)[0]
-
-    @abstractmethod
-    def mean(self, output: Tensor) -> Tensor:
-        """Expected normalised return [...] of an output [..., K]."""
-
-    @abstractmethod
-    def encode(self, samples: Tensor) -> Tensor:
-        """Samples of the target return [..., M] in the form this head's loss uses; once per rollout, not per epoch."""
-
-    @abstractmethod
-    def return_layers(self) -> list[nn.Linear]:
-        """The layers whose outputs are in return units, for PopArt to rescale."""
-
-    def rescale_support(self, mean: Tensor, std: Tensor, new_mean: Tensor, new_std: Tensor) -> None:
-        """Keep raw predictions when the return scale changes; nothing to do where PopArt rescales the layers."""
-
-
-class ScalarCritic(Critic):
-    """The expected return: the baseline for GAE. Output [..., 1]."""
-
-    def __init__(self, feature_size: int, gain: float = INITIAL_GAIN) -> None:
-        super().__init__(feature_size, 1, gain)
-
-    def mean(self, output: Tensor) -> Tensor:
-        return output.squeeze(-1)
-
-    def encode(self, samples: Tensor) -> Tensor:
-        """Samples [..., M] to their mean [..., 1]."""
-        return samples.mean(-1, keepdim=True)
-
-    def return_layers(self) -> list[nn.Linear]:
-        return [self.layer]
-
-
-class DistributionalCritic(Critic):
-    """A critic that predicts the distribution of the return."""
-
-    @abstractmethod
-    def quantiles(self, output: Tensor, count: int) -> Tensor:
-        """The return's quantiles [..., count] at the levels (i + ½) / count."""
-
-
-class QuantileCritic(DistributionalCritic):
-    """Quantiles of the return at midpoint levels (Dabney et al. 2018, QR-DQN). Output [..., N], not necessarily sorted.
-
-    A crash rarer than 1/(2N) moves no quantile, hence not the mean either: GAE's baseline is a :class:`ScalarCritic`.
-    """
-
-    tau: Tensor
-
-    def __init__(self, feature_size: int, count: int = 32, gain: float = INITIAL_GAIN) -> None:
-        if count < 1:
-            raise ConfigError(f"quantile critic: {count} quantiles; give 1 or more (32 is usual)")
-        super().__init__(feature_size, count, gain)
-        self.register_buffer("tau", midpoints(count), persistent=False)
-
-    def mean(self, output: Tensor) -> Tensor:
-        return output.mean(-1)
-
-    def encode(self, samples: Tensor) -> Tensor:
-        """Samples [..., M] in ascending order, which makes the loss O(N log M) instead of O(N M)."""
-        return ascending(samples)
-
-    def quantiles(self, output: Tensor, count: int) -> Tensor:
-        """The output itself at its own levels, else linear interpolation in τ, flat beyond the outermost levels."""
-        own = self.tau.numel()
-        if count == own:
-            return output
-        position = (midpoints(count, dtype=output.dtype, device=output.device) * own - 0.5).clamp(0, own - 1)
-        below = position.long()
-        above = (below + 1).clamp(max=own - 1)
-        ordered = output.sort(-1).values
-        return torch.lerp(ordered[..., below], ordered[..., above], position - below)
-
-    def return_layers(self) -> list[nn.Linear]:
-        return [self.layer]
-
-
+@register_critic("categorical")
 class CategoricalCritic(DistributionalCritic):
     """Probabilities of evenly spaced atoms (Bellemare et al. 2017). Output: logits [..., K].
 
@@ -144,6 +49,8 @@ class CategoricalCritic(DistributionalCritic):
     regresses better. Both add a known variance to the learned distribution; :meth:`quantiles` removes it.
     """
 
+    clip_modes = ("off", "mean_only", "mean_and_variance")
+    size_setting = "atoms"
     support: Tensor
     grid: Tensor
 
@@ -168,6 +75,11 @@ class CategoricalCritic(DistributionalCritic):
         # float64, because a long run rescales the support thousands of times.
         self.register_buffer("support", torch.tensor([v_min, v_max], dtype=torch.float64))
         self.register_buffer("grid", torch.linspace(0.0, 1.0, atoms, dtype=torch.float64), persistent=False)
+
+    @classmethod
+    def from_config(cls, feature_size: int, network: NetworkConfig) -> Self:
+        low, high = network.support
+        return cls(feature_size, network.atoms, low, high, network.projection)
 
     @property
     def atoms(self) -> Tensor:
@@ -200,14 +112,30 @@ class CategoricalCritic(DistributionalCritic):
         raw = _inverse_cdf(probabilities, atoms, midpoints(count, dtype=atoms.dtype, device=atoms.device))
         return mean.unsqueeze(-1) + (raw - mean.unsqueeze(-1)) * shrink.unsqueeze(-1)
 
+    def loss(self, output: Tensor, targets: Tensor, settings: LossSettings) -> Tensor:  # noqa: ARG002
+        return cross_entropy(output.log_softmax(-1), targets)
+
+    def clipped_loss(
+        self, output: Tensor, targets: Tensor, old_output: Tensor | None, settings: LossSettings
+    ) -> CriticLoss:
+        """As of any critic; what is clipped are probabilities, which have no logits where an atom lost all its mass."""
+        clip = settings.clip
+        if clip.mode == "off":
+            return super().clipped_loss(output, targets, old_output, settings)
+        probabilities = output.softmax(-1)
+        clipped = clip_categorical(probabilities, self._require(old_output, clip).softmax(-1), self.atoms, clip)
+        clipped_loss = cross_entropy(clipped.clamp(min=PROBABILITY_FLOOR).log(), targets)
+        return larger_loss(self.loss(output, targets, settings), clipped_loss, probabilities, clipped)
+
     def return_layers(self) -> list[nn.Linear]:
-        """None: logits carry no return unit."""
+        """None: logits carry no return unit, so an old output needs no translation either."""
         return []
 
     @torch.no_grad()
-    def rescale_support(self, mean: Tensor, std: Tensor, new_mean: Tensor, new_std: Tensor) -> None:
+    def rescale(self, change: MomentsChange) -> None:
         """Express the same raw atoms in the units of the new scale: raw predictions are unchanged, exactly."""
-        self.support.copy_((std.double() * self.support + mean.double() - new_mean.double()) / new_std.double())
+        raw = change.old_std.double() * self.support + change.old_mean.double()
+        self.support.copy_((raw - change.new_mean.double()) / change.new_std.double())
 
     def support_drift(self, unit: Tensor | float = 1.0) -> Tensor:
         """Misfit of the atoms to the configured range, a scalar: 0 fits, 1 is a factor 2 or a shift by half of it.
@@ -219,6 +147,10 @@ class CategoricalCritic(DistributionalCritic):
         stretch = ((high - low) / wanted).log2().abs()
         shift = (low + high - unit * (self.v_min + self.v_max)).abs() / wanted
         return torch.maximum(stretch, shift)
+
+    def reset_support(self, unit: float) -> list[Tensor]:
+        self.set_support(unit * self.v_min, unit * self.v_max)
+        return [self.layer.weight, self.layer.bias]
 
     @torch.no_grad()
     def set_support(self, v_min: float, v_max: float) -> None:
@@ -295,23 +227,27 @@ def _inverse_cdf(probabilities: Tensor, atoms: Tensor, levels: Tensor) -> Tensor
     return atoms[index] + (share.clamp(0, 1) - 0.5) * spacing
 
 
-def combine_values(first: Tensor, second: Tensor, mode: TwinMode) -> Tensor:
-    """The value [...] that twin critics give GAE: ``min`` is pessimistic, ``mean`` is unbiased."""
-    if mode == "min":
-        return torch.minimum(first, second)
-    if mode == "mean":
-        return (first + second) / 2
-    raise ConfigError(f"twin critics: mode {mode!r}; choose min or mean")
+def cross_entropy(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    """−Σ_k target_k log p_k, [..., K] twice to [...]. Unbounded: log K is the loss of a uniform p, not a ceiling."""
+    return -(targets * log_probabilities).sum(-1)
 
 
-def twin_pessimism(first: Tensor, second: Tensor) -> Tensor:
-    """The mean of two values minus their minimum, [...]: s/√π on average for independent Gaussian errors of sd s."""
-    return (first - second).abs() / 2
+def clip_categorical(probabilities: Tensor, old: Tensor, atoms: Tensor, clip: ValueClip) -> Tensor:
+    """Probabilities [..., K] whose mean (and spread) is bounded around the old ones.
 
-
-def combine_quantiles(first: Tensor, second: Tensor) -> Tensor:
-    """Average of two quantile functions [..., N] at equal levels: its mean is the mean of the two means.
-
-    The element-wise minimum would be below both ([−1, 1] with [0, 0] gives −½ where each mean is 0).
+    The atoms move as :func:`clip_quantiles` moves quantiles, and their mass is projected back on the fixed grid: mass
+    one, and the clipped mean exactly as long as no atom with mass leaves the support.
     """
-    return (first + second) / 2
+    if clip.mode == "off":
+        return probabilities
+    if clip.mode == "per_quantile":
+        raise ConfigError("value clip per_quantile needs a quantile critic; choose mean_only or mean_and_variance")
+    mean, old_mean = probabilities @ atoms, old @ atoms
+    clipped_mean = clip_value(mean, old_mean, clip.limit)
+    deviation = atoms - mean.unsqueeze(-1)
+    if clip.mode == "mean_and_variance":
+        variance = (probabilities * deviation.square()).sum(-1, keepdim=True)
+        old_variance = (old * (atoms - old_mean.unsqueeze(-1)).square()).sum(-1, keepdim=True)
+        deviation = deviation * sd_factor(variance, old_variance, clip.sd_ratio)
+    moved = clipped_mean.unsqueeze(-1) + deviation
+    return two_hot(moved, atoms, probabilities)

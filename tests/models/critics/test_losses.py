@@ -13,26 +13,37 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from torch import Tensor
 
-from tailguard.algorithm.value_losses import (
-    ClipMode,
-    CriticLoss,
-    ValueClip,
-    clip_categorical,
-    clip_quantiles,
-    critic_loss,
-    cross_entropy,
-    pinball_loss,
-    quantile_huber_loss,
-    quantile_loss,
-)
 from tailguard.errors import ConfigError
-from tailguard.models.critics import CategoricalCritic, Critic, QuantileCritic, ScalarCritic, midpoints
+from tailguard.models.critics import (
+    CategoricalCritic,
+    ClipMode,
+    Critic,
+    CriticLoss,
+    LossSettings,
+    QuantileCritic,
+    ScalarCritic,
+    ValueClip,
+    midpoints,
+)
+from tailguard.models.critics.categorical import clip_categorical, cross_entropy
+from tailguard.models.critics.quantile import clip_quantiles, pinball_loss, quantile_huber_loss, quantile_loss
 
 MODES: tuple[ClipMode, ...] = ("mean_only", "mean_and_variance", "per_quantile")
 
 
 def f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
+
+
+def critic_loss(
+    critic: Critic,
+    output: Tensor,
+    targets: Tensor,
+    old_output: Tensor | None = None,
+    clip: ValueClip | None = None,
+    kappa: float = 0.0,
+) -> CriticLoss:
+    return critic.clipped_loss(output, targets, old_output, LossSettings(clip or ValueClip(), kappa))
 
 
 def naive_quantile_loss(quantiles: Tensor, targets: Tensor, kappa: float) -> Tensor:

@@ -27,6 +27,7 @@ from tailguard.models.critics import (
     twin_pessimism,
     two_hot,
 )
+from tailguard.returns import MomentsChange
 
 HEADS: dict[str, type[Critic]] = {
     "scalar": ScalarCritic,
@@ -44,6 +45,10 @@ def support(low: float = -10.0, high: float = 10.0, count: int = 51) -> Tensor:
 def moments(probabilities: Tensor, atoms: Tensor) -> tuple[float, float]:
     mean = float(probabilities @ atoms)
     return mean, math.sqrt(float(probabilities @ (atoms - mean).square()))
+
+
+def change(mean: Tensor, std: Tensor, new_mean: Tensor, new_std: Tensor) -> MomentsChange:
+    return MomentsChange(mean, std, new_mean, new_std, (new_mean - mean).abs() / std, new_std / std)
 
 
 def gaussian_critic(sd: float) -> CategoricalCritic:
@@ -215,11 +220,7 @@ def test_raw_predictions_survive_a_scale_update(kind: Literal["scalar", "quantil
     for _ in range(200):
         new_mean = mean + 0.1 * torch.randn((), generator=generator, dtype=torch.float64)
         new_std = std * torch.exp(0.1 * torch.randn((), generator=generator, dtype=torch.float64))
-        # PopArt (van Hasselt et al. 2016): W ← W σ/σ', b ← (σ b + μ − μ')/σ'.
-        for layer in critic.return_layers():
-            layer.weight.data.mul_(std / new_std)
-            layer.bias.data.mul_(std).add_(mean - new_mean).div_(new_std)
-        critic.rescale_support(mean, std, new_mean, new_std)
+        critic.rescale(change(mean, std, new_mean, new_std))
         mean, std = new_mean, new_std
     assert abs(float(mean)) > 0.1
     assert abs(float(std) - 1) > 0.1
@@ -232,7 +233,7 @@ def test_the_support_survives_ten_thousand_updates_of_a_float32_head() -> None:
     before = critic.mean(critic(features))
     scales = torch.exp(torch.linspace(0, 1, 10_001).sin())
     for old, new in pairwise(scales):
-        critic.rescale_support(torch.tensor(0.0), old, torch.tensor(0.0), new)
+        critic.rescale(change(torch.tensor(0.0), old, torch.tensor(0.0), new))
     after = critic.mean(critic(features)) * scales[-1] / scales[0]
     assert before.abs().max().item() > 1.0
     torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
@@ -269,11 +270,11 @@ def test_support_drift_measures_stretch_and_shift() -> None:
     critic = CategoricalCritic(1)
     assert critic.support_drift().item() == 0.0
     zero, one = torch.tensor(0.0), torch.tensor(1.0)
-    critic.rescale_support(zero, one, zero, torch.tensor(0.5))
+    critic.rescale(change(zero, one, zero, torch.tensor(0.5)))
     assert critic.support_drift().item() == pytest.approx(1.0)
     critic.set_support(critic.v_min, critic.v_max)
     assert critic.support_drift().item() == 0.0
-    critic.rescale_support(zero, one, torch.tensor(-10.0), one)
+    critic.rescale(change(zero, one, torch.tensor(-10.0), one))
     assert critic.support_drift().item() == pytest.approx(1.0)
 
 
