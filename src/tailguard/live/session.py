@@ -135,6 +135,7 @@ class Session:
             if bar is None:
                 break
             self.on_bar(bar)
+        self.obey_kill()
         self.ledger.record("stop")
 
     def release(self, person: str) -> None:
