@@ -29,7 +29,7 @@ SMALL = (
     "data.synthetic_bars=2000",
     "data.features=[return_24, trend_24]",
     "data.embargo=1d",
-    "data.test=150",
+    "data.test=70h",
     "data.validation=0.1",
     "env.num_envs=8",
     "env.episode_length=32",
@@ -47,7 +47,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "small"
-    small = [each.replace("data.test=150", "data.test=150h") for each in SMALL]
+    small = [each.replace("data.test=70h", "data.test=150h") for each in SMALL]
     train(load_config(overrides=small), folder, Console(quiet=True))
     return folder
 
@@ -84,11 +84,11 @@ def test_a_shadow_session_of_a_run_is_its_backtest(run: Path, cli: Cli) -> None:
     decisions = [record for record in records if record["kind"] == "decision"]
     opened = open_run(run)
     expected = tg.backtest(opened.agent, opened.part("test"), progress_bar=False)
-    assert len(decisions) == 150
+    assert len(decisions) == 70
     np.testing.assert_array_equal([each["target"] for each in decisions[:-1]], expected.targets)
     assert f"equity {expected.equity[-1]:.6f}" in shown
     verified = cli("live", run, "--verify")
-    assert "verified  150 decisions" in verified
+    assert "verified  70 decisions" in verified
     assert records[-1]["hash"] in verified
     # A replay that has ended has nothing to add.
     cli("live", run)
@@ -123,7 +123,7 @@ def test_a_session_that_is_stopped_goes_on_where_it_was(run: Path) -> None:
     def stop() -> bool:
         nonlocal count
         count += 1
-        return count > 40
+        return count > 20
 
     for _ in range(5):
         count = 0
@@ -192,7 +192,7 @@ def test_a_forged_decision_with_a_fitting_chain_is_found(run: Path, cli: Cli) ->
     with Journal(path, sync=False) as journal:
         for record in records:
             content = {key: value for key, value in record.items() if key not in ("kind", "time", "previous", "hash")}
-            if record["kind"] == "decision" and record["memory"]["count"] == 77:
+            if record["kind"] == "decision" and record["memory"]["count"] == 47:
                 content["target"] = [content["target"][0] + 1e-12]
             journal.append(record["kind"], record["time"], **content)
     with pytest.raises(WarmUpError, match="in a replay and"):
