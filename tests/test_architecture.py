@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("evaluate",),
     ("runs",),
+    ("live",),
     ("bench",),
     ("cli",),
     ("__init__",),

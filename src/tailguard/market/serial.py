@@ -30,6 +30,10 @@ class SerialAccount:
         self.weights: list[float] = [0.0] * market.assets
         self.unfilled: list[float] = [0.0] * market.assets
         """Unfilled part of each order in the last bar, as a share of the equity before it."""
+        self.read(market)
+
+    def read(self, market: Market) -> None:
+        """Trade these bars from now on: those so far and new ones after them."""
         self._market = market
         # Rows first, so that a bar is one contiguous block.
         self._bars = market.table.permute(1, 0, 2).double().contiguous().numpy()
