@@ -167,7 +167,5 @@ def test_a_column_that_is_missing_or_has_holes_is_named(good_bars) -> None:
 
 
 def test_a_feature_the_command_line_cannot_know_says_where_it_works() -> None:
-    with pytest.raises(
-        ConfigError, match=r"@tailguard\.feature; for the command line, in a file"
-    ):
+    with pytest.raises(ConfigError, match=r"@tailguard\.feature; for the command line, in a file"):
         compute_features(tg.make_market(1_000).bars, ["own_unknown"])

@@ -301,7 +301,7 @@ class PathwiseConfig(LearnerConfig):
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int | None = None
     """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing;
-    none: 1, or 0 where a window is a whole episode."""
+    none: 1 where a budget is on windows shorter than an episode, else 0 (docs/pathwise.md has the comparison)."""
     max_grad_norm: float = 1.0
     """Gradient norm is clipped to this; 0 or less is off."""
     stochastic: bool = False
@@ -327,7 +327,8 @@ class PathwiseConfig(LearnerConfig):
             whole = risk is not None and risk.enabled and risk.measure != "bar"
             n_steps = known if whole and known else WINDOW
         if critic_epochs is None:
-            critic_epochs = 0 if n_steps == episode_length else 1
+            has_budget = risk is not None and risk.enabled
+            critic_epochs = 1 if has_budget and n_steps != episode_length else 0
         return replace(self, n_steps=n_steps, critic_epochs=critic_epochs)
 
 

@@ -171,10 +171,10 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
+    def _collect(self, noise: Tensor | None = None, *, deterministic: bool = False) -> Rollout:
         """Act for one rollout; episodes and memories go on from where they stand, without a gradient.
 
-        `noise`: see `collect`.
+        `noise`, `deterministic`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -188,6 +188,7 @@ class Learner(Agent):
             self.generator,
             self.runtime.compiled(act_and_step),
             noise,
+            deterministic=deterministic,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):

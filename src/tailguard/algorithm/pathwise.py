@@ -118,7 +118,7 @@ class PathwiseLearner(Learner):
     def _learn_policy(self) -> _Window:
         """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
         noise = self._noise()
-        traced = self._collect(noise=noise)
+        traced = self._act(noise)
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
@@ -140,6 +140,10 @@ class PathwiseLearner(Learner):
         shape = (self.config.n_steps, self.env.num_envs)
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
+
+    def _act(self, noise: Tensor) -> Rollout:
+        """One window, with the gradient of what it earns."""
+        return self._collect(noise, deterministic=not self.config.stochastic)
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
@@ -180,9 +184,17 @@ class PathwiseLearner(Learner):
             metrics["train/entropy_coef"] = self.entropy_coef
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        # The spread of a policy that acts without it has slope 0, and decays and is saved like every other weight.
+        for parameter in self.optimizer.param_groups[0]["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.updates.move_policy()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics | {"pathwise/loss": loss.detach()} | _through_time(rollout, noise)
+        return (
+            metrics
+            | {"pathwise/loss": loss.detach()}
+            | _through_time(rollout, noise, stochastic=self.config.stochastic)
+        )
 
 
 @dataclass(frozen=True)
@@ -218,14 +230,14 @@ def _bootstrapped(rollout: Rollout) -> Tensor:
 
 
 @torch.no_grad()
-def _through_time(rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
+def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[str, Tensor]:
     """How the gradient reaches the actions of the window, first to last, and how many of them can still move.
 
-    An action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
+    A stochastic action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
     """
     assert noise.grad is not None
-    spread = rollout.dist_params.chunk(2, dim=-1)[1].exp()
-    slopes = (noise.grad / spread).square().mean((1, 2)).sqrt() * noise.shape[1]
+    slope = noise.grad / rollout.dist_params.chunk(2, dim=-1)[1].exp() if stochastic else noise.grad
+    slopes = slope.square().mean((1, 2)).sqrt() * noise.shape[1]
     metrics = {
         "pathwise/slope_first": slopes[0],
         "pathwise/slope_last": slopes[-1],

@@ -30,6 +30,30 @@ class ObservationScale:
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
 
+    def finite(self, obs: Tensor) -> Tensor:
+        """The same with 0, the mean, for a number that is not finite."""
+        if torch.is_grad_enabled() and obs.requires_grad:
+            scaled: Tensor = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
+            return scaled
+        return self(obs).nan_to_num(0.0, 0.0, 0.0)
+
+
+class _Scaled(torch.autograd.Function):
+    """`ObservationScale.finite` as one node of the graph: it is in every bar of a window."""
+
+    @staticmethod
+    def forward(ctx: Any, obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> Tensor:
+        scaled = (obs - mean) / std
+        ctx.save_for_backward(scaled, std)
+        ctx.clip = clip
+        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, std = ctx.saved_tensors
+        # A comparison with NaN is false.
+        return torch.where(scaled.abs() <= ctx.clip, gradients[0] / std, 0.0), None, None, None
+
 
 @dataclass(frozen=True)
 class RolloutState:
@@ -93,16 +117,26 @@ Acted = tuple[Tensor, Tensor, Tensor]
 
 
 def act(
-    policy: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, noise: Tensor
+    policy: ActorCritic,
+    scale: ObservationScale,
+    obs: Tensor,
+    start: Tensor,
+    memory: MemoryState,
+    noise: Tensor,
+    deterministic: bool = False,
 ) -> tuple[Acted, MemoryState]:
     """Look at one row and choose.
 
     A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
     nor environment may be spoilt by it for longer.
+
+    `deterministic`: the action is the mode plus `noise`, whose gradient is then that of the action.
     """
-    scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
-    dist_params, memory = policy.act(scaled, memory, start)
-    return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
+    scaled = scale.finite(obs)
+    dist_params, memory = policy.act(scaled, memory, start, deterministic=deterministic)
+    head = policy.action_head
+    action = head.mode(dist_params) + noise if deterministic else head.sample_from_noise(dist_params, noise)
+    return (scaled, dist_params, action), memory
 
 
 def act_and_step(
@@ -115,9 +149,10 @@ def act_and_step(
     noise: Tensor,
     env_state: Any,
     env_noise: Tensor,
+    deterministic: bool = False,
 ) -> tuple[Acted, MemoryState, Any, Step]:
     """Choose and let the environment answer: everything from one row to the next, as a pure function."""
-    acted, memory = act(policy, scale, obs, start, memory, noise)
+    acted, memory = act(policy, scale, obs, start, memory, noise, deterministic)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
@@ -143,6 +178,8 @@ def collect(
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     noise: Tensor | None = None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
@@ -150,8 +187,10 @@ def collect(
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
+    `deterministic`: see `act`. No gradient then goes to the distribution's parameters that the mode does not depend on.
     """
     head = policy.action_head
+    functional = env if isinstance(env, FunctionalEnv) else None
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
@@ -164,13 +203,12 @@ def collect(
     drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
-        if isinstance(env, FunctionalEnv):
-            env_noise = env.draw()
-            acted, memory, env.state, step = whole_step(
-                policy, env, scale, obs, start, memory, noise, env.state, env_noise
+        if functional is not None:
+            acted, memory, functional.state, step = whole_step(
+                policy, env, scale, obs, start, memory, noise, functional.state, functional.draw(), deterministic
             )
         else:
-            acted, memory = act(policy, scale, obs, start, memory, noise)
+            acted, memory = act(policy, scale, obs, start, memory, noise, deterministic)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)
@@ -182,7 +220,16 @@ def collect(
             final_rows.append(t)
             final_obs.append(step.final_obs)
         obs, start = step.obs, ended
-    stacked = {name: torch.stack(column) for name, column in rows.items()}
+    # Rewards and measured outcomes carry the gradient of what was earned, and the successors that of what is to come.
+    reward, valid = torch.stack(rows.pop("reward")), torch.stack(rows.pop("valid"))
+    # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
+    rewards = torch.where(valid, reward, 0.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not deterministic):
+        stacked = {name: torch.stack(column) for name, column in rows.items()}
+    outcome = {}
+    for name in outcomes[0]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name in MEASURED):
+            outcome[name] = torch.stack([one[name] for one in outcomes])
     rollout = Rollout(
         obs=stacked["obs"],
         scaled_obs=stacked["scaled"],
@@ -190,16 +237,15 @@ def collect(
         actions=stacked["action"],
         dist_params=stacked["dist_params"],
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
-        # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
-        rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
+        rewards=rewards,
         terminated=stacked["terminated"],
         truncated=stacked["truncated"],
-        valid=stacked["valid"],
+        valid=valid,
         final_rows=tuple(final_rows),
         final_obs=torch.stack(final_obs),
         scale=scale,
         start_state=start_state,
-        outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
+        outcome=outcome,
         memory_resets=broken.sum(),
     )
     return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

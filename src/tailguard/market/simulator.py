@@ -81,10 +81,14 @@ def step(
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
-    limit = _fill_limit(bar.capacity, equity, rates)
-    # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
-    order = torch.clamp(wanted, -limit, limit)
-    traded = order.abs()
+    ordered = wanted.abs()
+    if not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates)):
+        limit = _fill_limit(bar.capacity, equity, rates)
+        # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
+        order = torch.clamp(wanted, -limit, limit)
+        traded = order.abs()
+    else:  # the same numbers and slopes, without the limit's part of the graph
+        order, traded = wanted, ordered
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
     trading_cost = total(order_costs.values())
@@ -112,7 +116,7 @@ def step(
         costs=order_costs | close_costs | {cost.kind: nothing for cost in market.costs["liquidation"]},
         shortfall=nothing,
         turnover=turnover,
-        unfilled=over_assets(wanted.abs()) - turnover,
+        unfilled=over_assets(ordered) - turnover,
         liquidated=floor <= rates.slack,
     )
     if may_hold_any(booked.liquidated):

@@ -237,10 +237,15 @@ class ActorCritic(nn.Module):
         """Initial memory states of n environments, for every trunk."""
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
-    def act(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state."""
+    def act(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, *, deterministic: bool = False
+    ) -> tuple[Tensor, MemoryState]:
+        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
+
+        `deterministic`: a global standard deviation gets no gradient; see `ActionHead.dist_params_of`.
+        """
         features, state = self._trunk(0).step(obs, state, episode_start)
-        return self.action_head(features), state
+        return self.action_head(features, deterministic=deterministic), state
 
     def forward(
         self, obs: Tensor, state: PolicyState, episode_start: Tensor, inner_resets: bool | None = None
