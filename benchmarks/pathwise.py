@@ -127,20 +127,20 @@ def train_and_choose(
     return shares
 
 
-def equal_time(seeds: Iterable[int], clock: Clock, say: Callable[[str], None]) -> Table:
+def equal_time(seeds: Iterable[int], durations: tuple[float, ...], clock: Clock, say: Callable[[str], None]) -> Table:
     """Shares after equal time, medians over the seeds."""
     learners = chosen((PPO, PATHWISE))
-    shares: dict[str, dict[float, list[float]]] = {name: {seconds: [] for seconds in DURATIONS} for name in learners}
+    shares: dict[str, dict[float, list[float]]] = {name: {seconds: [] for seconds in durations} for name in learners}
     for seed in seeds:
         task, validation = task_with_validation(seed)
         for name, make in learners.items():
             # One run for all where nothing depends on how long it is to be.
-            runs = [DURATIONS] if name.startswith(PPO) else [(seconds,) for seconds in DURATIONS]
+            runs = [durations] if name.startswith(PPO) else [(seconds,) for seconds in durations]
             for run in runs:
                 for seconds, (share, last) in train_and_choose(task, validation, make, seed, run, clock).items():
                     shares[name][seconds].append(share)
                     say(f"seed {seed}, {name}: {share:.1%} after {seconds:.0f} s, {last:.1%} without choosing")
-    headings = [Column(f"after {seconds:.0f} s", justify="right", no_wrap=True) for seconds in DURATIONS]
+    headings = [Column(f"after {seconds:.0f} s", justify="right", no_wrap=True) for seconds in durations]
     table = Table(Column("share of the optimum, out of sample", no_wrap=True), *headings, box=None, pad_edge=False)
     for name, by_time in shares.items():
         cells = [
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=30.0, help="seconds before a run is given up; the peer's is twice"
     )
+    parser.add_argument("--seconds", type=float, nargs="+", default=DURATIONS, help="times of the part equal-time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of all learners")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: where the machine is not idle")
     parser.add_argument("--only", choices=("race", "equal-time"), help="one part of the two")
@@ -173,7 +174,7 @@ def main() -> None:
     if given.only in (None, "race"):
         tables += race(seeds, given.limit, clock, say)
     if given.only in (None, "equal-time"):
-        tables.append(equal_time(seeds, clock, say))
+        tables.append(equal_time(seeds, tuple(sorted(given.seconds)), clock, say))
     for table in tables:
         console.print(table, "", sep="\n")
 

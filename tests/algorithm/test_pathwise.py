@@ -316,8 +316,8 @@ def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
     env = BetsEnv(4096)
     learner = PathwiseLearner(
         env, n_steps=1, critic_epochs=0, memory="none", hidden=(), critic="scalar", seed=seed,
-        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=2.0, ki=0.05),
-        learning_rate="exponential:0.1:0.002",
+        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=1.0, ki=0.03),
+        learning_rate="exponential:0.2:0.01",
     )  # fmt: skip
     weights, multipliers = [], []
 
@@ -331,14 +331,15 @@ def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
         learner.state.progress = update / 100
         learner.metrics = learner.iterate()
         note()
-    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.04)
-    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.2)
+    # The tail of 4,096 episodes is known to 2 %, and λ follows it by kp: more gain moves w sooner and makes λ noisier.
+    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.035)
+    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.06)
 
 
 @pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
 def test_a_budget_changes_the_step_and_a_kept_one_does_not(bars: tg.Bars, measure: Any) -> None:
     def weights(risk: tg.RiskConfig | None) -> dict[str, Tensor]:
-        learner = make(bars, risk, env={"num_envs": 32})
+        learner = make(bars, risk, env={"num_envs": 32}, learning_rate=1e-2)
         for _ in range(8):
             learner.iterate()
         return learner.policy.state_dict()
@@ -488,16 +489,21 @@ def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
         make(bars, entropy_coef=0.01)
     with pytest.raises(ConfigError, match="no such setting"):
         make(bars, clip_range=0.2)
+    with pytest.raises(ConfigError, match=r"ppo.learning_rate.*auto"):
+        tg.DistributionalPPO(make_env(bars), learning_rate="auto")
 
 
 def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     """The gradient of an episode's tail is exact only through all of its bars; nothing of it comes after them."""
     whole = make(bars, BUDGET, n_steps=0, critic_epochs=None)
     assert (whole.config.n_steps, whole.config.critic_epochs) == (32, 0)
+    assert whole.config.learning_rate == "linear:2e-2:2e-3"
     whole.iterate()
     assert whole.num_timesteps == 32 * 16
     without = make(bars, n_steps=0, critic_epochs=None)
     assert (without.config.n_steps, without.config.critic_epochs) == (16, 0)
+    assert without.config.learning_rate == "exponential:4e-2:2e-3"
+    assert float(without.learning_rate) == pytest.approx(4e-2)
     on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0, critic_epochs=None)
     assert (on_bars.config.n_steps, on_bars.config.critic_epochs) == (16, 1)
     # The stand-in for an environment of an agent that is loaded without one has episodes of one step.
