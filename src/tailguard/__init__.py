@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
     from tailguard.envs.prepared_market import open_market as open_market
+    from tailguard.envs.randomisation import Randomisation as Randomisation
     from tailguard.envs.trading import TradingEnv as TradingEnv
     from tailguard.errors import BarsError as BarsError
     from tailguard.errors import BarsWarning as BarsWarning
@@ -44,6 +45,7 @@ _PUBLIC = {
     "Ensemble": "tailguard.algorithm.ensemble",
     "MarketConfig": "tailguard.market.config",
     "PathwiseLearner": "tailguard.algorithm.pathwise",
+    "Randomisation": "tailguard.envs.randomisation",
     "RiskConfig": "tailguard.risk.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",

@@ -21,6 +21,7 @@ import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
+from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
@@ -31,7 +32,7 @@ from tailguard.robust.config import RobustConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
-Select = Literal["auto", "best", "last"]
+Select = Literal["auto", "best", "last", "ensemble"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -108,6 +109,8 @@ class EnvConfig:
     """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
     """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """Random variation of the training episodes; evaluations are without it."""
 
     def __post_init__(self) -> None:
         check_count("env.num_envs", self.num_envs, low=0)
@@ -136,10 +139,11 @@ class TrainingConfig:
     """CPU threads; 0 uses PyTorch's default."""
     members: int = 0
     """Agents that are trained and act as their mean, each without one fold of the training part, which then shows its
-    tail on bars it has not seen; 0: 4 where risk.limit is set, else 1."""
+    tail on bars it has not seen; 0: 4 where risk.limit is set or select is ensemble, else 1."""
     select: Select = "auto"
-    """Which agent is the result: best on the validation part, or last; auto: last where the exposure is calibrated on
-    the validation part (risk.confidence), which must then have no part in the choice, else best."""
+    """Which agent is the result: best on the validation part, last, or ensemble, the mean of several at their last
+    states (members); auto: last where the exposure is calibrated on the validation part (risk.confidence), which must
+    then have no part in the choice, else best."""
     evaluation_steps: int = 0
     """Environment steps between two evaluations on the validation part; 0: a tenth of the run."""
     patience: int = 0
@@ -160,6 +164,11 @@ class TrainingConfig:
         check_count("training.members", self.members, low=0)
         check_range("training.members", self.members, high=64)
         check_choice("training.select", self.select, get_args(Select))
+        if self.select == "ensemble" and self.members == 1:
+            raise ConfigError(
+                "training.select: ensemble is the mean of several agents, and training.members is 1; set it to 2 or "
+                "more, or to 0 for 4"
+            )
         check_count("training.evaluation_steps", self.evaluation_steps, low=0)
         check_count("training.patience", self.patience, low=0)
         check_count("training.checkpoint_steps", self.checkpoint_steps, low=0)
@@ -186,7 +195,7 @@ class RunConfig:
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
     robust: RobustConfig = field(default_factory=RobustConfig)
-    """Training against attacks on the observations; off unless robust.coef is above 0."""
+    """Training against attacks on the observations, and under faults of the feed; off by default."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()
@@ -216,7 +225,9 @@ class RunConfig:
 
     @property
     def select(self) -> Select:
-        """Which agent is the result: best or last."""
+        """Which state of each agent is the result: best or last."""
+        if self.training.select == "ensemble":
+            return "last"
         if self.training.select != "auto":
             return self.training.select
         return "last" if self.risk.limit is not None and self.risk.confidence > 0 else "best"
@@ -224,7 +235,8 @@ class RunConfig:
     @property
     def members(self) -> int:
         """Number of agents to train."""
-        return self.training.members or (DEFAULT_MEMBERS if self.risk.limit is not None else 1)
+        several = self.risk.limit is not None or self.training.select == "ensemble"
+        return self.training.members or (DEFAULT_MEMBERS if several else 1)
 
 
 def load_config(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tailguard.cli.application import app
 from tailguard.cli.common import TrustPlugins, shown_steps
 from tailguard.console import say
+from tailguard.errors import ConfigError
 from tailguard.places import check_writable_place, replace_synced
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rich.console import Console
+
+    from tailguard.evaluate.overlap import Overlap
+    from tailguard.evaluate.robustness_of_run import RobustnessOfRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
 Trials = Annotated[
@@ -57,9 +68,33 @@ def backtest(
     trials: Trials = None,
     benchmark: Benchmark = None,
     risk_free: RiskFree = 0.0,
+    feed: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Show the agent clean and under a fault of its feed: late:2, bad_tick:0.05@0.01, late:2+frozen, all. "
+            "May be given several times."
+        ),
+    ] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help="Show it clean and under an attack on what it sees: pgd, fgsm, sgld, random. Repeatable."),
+    ] = None,
+    epsilon: Annotated[
+        list[str] | None,
+        typer.Option(help="Size of the attack in standard deviations of each feature: 0.05, or 0.02,0.05,0.1."),
+    ] = None,
+    norm: Annotated[Literal["linf", "l2"], typer.Option(help="What epsilon bounds: each feature, or all.")] = "linf",
+    attack_steps: Annotated[int, typer.Option(help="Gradient steps of pgd and sgld at each bar.")] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file for --feed and --attack. Default: robustness.html in the run."),
+    ] = None,
     trust_plugins: TrustPlugins = False,
 ) -> None:
-    """Backtest a run's agent and compare it with the baselines, net of all costs."""
+    """Backtest a run's agent and compare it with the baselines, net of all costs.
+
+    With --feed or --attack: the agent beside itself, clean and disturbed.
+    """
     from rich.console import Console
 
     from tailguard.data.sources import load_bars
@@ -67,7 +102,9 @@ def backtest(
     from tailguard.evaluate.baselines import AGENT
     from tailguard.evaluate.benchmark import compare_with, finite_values
     from tailguard.evaluate.results_table import print_summary
+    from tailguard.evaluate.robustness_of_run import Disturbances, disturb_saved_run, parse_epsilons
     from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
+    from tailguard.experiment.layout import RunLayout
     from tailguard.experiment.trained_run import read_run_config
     from tailguard.validate import check_count
 
@@ -79,8 +116,25 @@ def backtest(
         if path is not None:
             check_writable_place(path)
     console = Console(stderr=json_file == "-")
+    disturbances = Disturbances(
+        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps
+    )
     read_run_config(run, trust_plugins=trust_plugins)
     stress = Stress(costs, delay, noise)
+    about = {"run": str(run), "costs": costs, "delay": delay, "noise": noise}
+    if disturbances:
+        if csv is not None:
+            raise ConfigError("--csv: holds the bars of one backtest; with --feed or --attack use --json")
+        disturbed = _show_disturbed(
+            out or RunLayout(run).robustness_path,
+            partial(disturb_saved_run, run, data, split, symbol, stress, disturbances),
+            lambda: shown_steps("backtest", 1 + disturbances.count, console),
+            None if json_file == "-" else console,
+        )
+        _write_json(json_file, about | disturbed, console)
+        return
+    if out is not None:
+        raise ConfigError("--out: is the page of --feed and --attack; name one of them")
     backtested = backtest_saved_run(
         run, data, split, symbol, stress, trials, lambda: shown_steps("backtest", 12, console)
     )
@@ -88,8 +142,7 @@ def backtest(
     if benchmark is not None:
         relative = compare_with(backtested.summary.results[AGENT], load_bars(benchmark), risk_free)
     if json_file != "-":
-        for line in backtested.seen.lines():
-            console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
+        _print_warnings(backtested.seen, console)
         print_summary(backtested.summary, backtested.title, console)
         console.print()
         for line in backtested.lines():
@@ -99,15 +152,47 @@ def backtest(
     if csv is not None:
         write_frame(backtested.summary.results[AGENT].frame(), csv)
         say(console, f"saved    {csv}")
-    if json_file is not None:
-        beside = {} if relative is None else {"benchmark": finite_values(relative)}
-        about = {"run": str(run), "part": backtested.title, "costs": costs, "delay": delay, "noise": noise}
-        text = json.dumps(about | backtested.to_json() | beside, indent=2)
-        if json_file == "-":
-            typer.echo(text)
-        else:
-            replace_synced(Path(json_file), f"{text}\n".encode())
-            say(console, f"saved    {json_file}")
+    beside = {} if relative is None else {"benchmark": finite_values(relative)}
+    _write_json(json_file, about | {"part": backtested.title} | backtested.to_json() | beside, console)
+
+
+def _show_disturbed(
+    page: Path,
+    work: Callable[[Callable[[], AbstractContextManager[Callable[[str], None]]]], RobustnessOfRun],
+    progress: Callable[[], AbstractContextManager[Callable[[str], None]]],
+    console: Console | None,
+) -> dict[str, Any]:
+    """Compare the clean and the disturbed agent: write the page, print the table where there is a console."""
+    from tailguard.evaluate.report import check_place, write_page
+    from tailguard.evaluate.results_table import print_rows
+
+    check_place(page)
+    disturbed = work(progress)
+    write_page(disturbed.page(), page)
+    if console is not None:
+        _print_warnings(disturbed.seen, console)
+        print_rows(*disturbed.rows(), console)
+        console.print()
+        for line in (*disturbed.lines(), f"page     {page}"):
+            say(console, line)
+    return {"part": disturbed.title, **disturbed.to_json()}
+
+
+def _print_warnings(seen: Overlap, console: Console) -> None:
+    for line in seen.lines():
+        console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write_json(place: str | None, figures: dict[str, Any], console: Console) -> None:
+    """Write figures to a file, print them for -, or do nothing."""
+    if place is None:
+        return
+    text = json.dumps(figures, indent=2)
+    if place == "-":
+        typer.echo(text)
+    else:
+        replace_synced(Path(place), f"{text}\n".encode())
+        say(console, f"saved    {place}")
 
 
 @app.command()

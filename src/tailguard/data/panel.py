@@ -41,6 +41,9 @@ class Panel:
     """Length of a bar in milliseconds."""
     funding: Float | None = None
     """Funding rate per eight hours in force during the bar, [R, A]; longs pay it when positive. None: not observed."""
+    assumed_funding: Float | None = None
+    """Funding rate per eight hours that longs and shorts pay alike, [R, A], where none is observed; None: that of
+    `MarketConfig`."""
 
     sessions: Pace | None = None
     """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""

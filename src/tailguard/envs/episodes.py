@@ -43,6 +43,8 @@ class EpisodeState:
     """Largest equity since then, [N]."""
     age: Tensor
     """Bars traded since then, [N] int64."""
+    cost_factor: Tensor | None = None
+    """Factor on the costs of orders in this episode, [N]; None: 1 for all."""
 
 
 Amount = TypeVar("Amount", float, Tensor)
@@ -62,6 +64,9 @@ def where(condition: Tensor, chosen: EpisodeState, other: EpisodeState) -> Episo
         torch.where(condition, chosen.start_equity, other.start_equity),
         torch.where(condition, chosen.peak_equity, other.peak_equity),
         torch.where(condition, chosen.age, other.age),
+        None
+        if chosen.cost_factor is None or other.cost_factor is None
+        else torch.where(condition, chosen.cost_factor, other.cost_factor),
     )
 
 
@@ -158,9 +163,11 @@ class TradingTask:
         self, state: EpisodeState, target: Tensor, hold: Tensor | None = None
     ) -> tuple[EpisodeState, Transition]:
         """Trade one bar towards target weights [N, A]."""
-        market, transition = simulator.step(self.market, state.market, target.to(self.market.dtype), hold)
+        market, transition = simulator.step(
+            self.market, state.market, target.to(self.market.dtype), hold, state.cost_factor
+        )
         peak = torch.maximum(state.peak_equity, market.equity)
-        return EpisodeState(market, state.start_equity, peak, state.age + 1), transition
+        return EpisodeState(market, state.start_equity, peak, state.age + 1, state.cost_factor), transition
 
     def reward_of(self, transition: Transition, state: EpisodeState) -> Tensor:
         """Reward of a bar, [N] float32; `state` is the one before it.

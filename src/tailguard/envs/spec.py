@@ -154,7 +154,7 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         episode_length=spec.episode_length,
         reward=spec.reward,
         shield=spec.shield,
-        volatility_factors=volatility_factors(spec.volatility, prepared.panel, features.device),
+        volatility_factors=volatility_factors(spec.volatility, prepared.seen_panel, features.device),
         holdable=holdable_assets(prepared.panel, prepared.available),
         flat_rows=rows_before_session_ends(prepared.panel) if spec.flat_by_close else None,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
 from tailguard.config import DataConfig, RunConfig, to_dict
-from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
 from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
@@ -24,6 +24,7 @@ from tailguard.envs.prepared_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.experiment.faulty_feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
@@ -136,9 +137,25 @@ def bound_settings(config: RunConfig) -> dict[str, Any]:
 
 def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars:
     """Training bars with their scaled features, computed once for all learners of a run."""
+    factors, accounts = config.env.randomisation.volatility, config.env.accounts
     if isinstance(bars, MappedBars):
+        if config.robust.feed:
+            raise ConfigError(
+                f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
+                "already. Train on the files of bars"
+            )
+        if factors:
+            raise ConfigError(
+                "env.randomisation.volatility: a market that is prepared on disk has no copies with other volatility; "
+                "leave it empty, or train from files of bars"
+            )
         return bars
-    return prepare(bars, config.data.features or None, accounts=config.env.accounts)
+    if factors and config.robust.feed:
+        raise ConfigError("env.randomisation.volatility, robust.feed: choose one of them; both make copies of the bars")
+    prepared = prepare(bars, config.data.features or None, accounts=accounts)
+    if config.robust.feed:
+        return randomised_feeds(config, bars, prepared)
+    return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -156,6 +173,7 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         shield=config.env.shield,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
         flat_by_close=config.env.flat_by_close,
+        randomisation=config.env.randomisation,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )

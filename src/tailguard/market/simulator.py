@@ -63,12 +63,17 @@ class Transition:
 
 
 def step(
-    market: Market, state: MarketState, target: Tensor, hold: Tensor | None = None
+    market: Market,
+    state: MarketState,
+    target: Tensor,
+    hold: Tensor | None = None,
+    cost_factor: Tensor | None = None,
 ) -> tuple[MarketState, Transition]:
     """Trade to the target weights [N, A] at the next open and advance to the next close.
 
     `hold` [N, A] bool marks positions to hold, whatever their target. The caller keeps `row + 1` inside the
     row's segment and the target's gross weight inside the allowed leverage.
+    `cost_factor`: on each account's costs of orders, [N]; None: 1.
     """
     rates = market.rates
     # Decided at the close of `row`, filled at the open of the next row: no bar is both seen and traded.
@@ -95,6 +100,8 @@ def step(
     traded = order.abs()
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
+    if cost_factor is not None:
+        order_costs = {kind: cost * cost_factor.unsqueeze(1) for kind, cost in order_costs.items()}
     trading_cost = total(order_costs.values())
     filled = Account(opened.equity - trading_cost, opened.positions + order)
 

@@ -255,9 +255,10 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
     held_ms = panel.frequency_ms if panel.held_ms is None else panel.held_ms
     stamps = (panel.time + held_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
     observed = panel.funding if config.observed_funding else None
-    funding = stamps[:, None] * (
-        np.broadcast_to(per_asset("funding_rate"), panel.open.shape) if observed is None else observed
-    )
+    assumed = panel.assumed_funding
+    if assumed is None:
+        assumed = np.broadcast_to(per_asset("funding_rate"), panel.open.shape)
+    funding = stamps[:, None] * (assumed if observed is None else observed)
     low, high = panel.low / panel.open - 1, panel.high / panel.open - 1
     furthest = np.maximum(np.abs(low), np.abs(high))
     reach = furthest + (per_asset("maintenance_margin") + np.abs(funding)) * (1 + furthest)

@@ -120,13 +120,14 @@ class AttackedPolicy:
         with torch.no_grad():
             clean = self._dist_params(obs, memories, start)
             target = None
-            if self.attack.target == "action" and all(isinstance(head, GaussianHead) for head in heads):
+            if self.attack.target in ("action", "reverse") and all(isinstance(head, GaussianHead) for head in heads):
                 target = self._combined(clean)
 
         def objective(moved: Tensor) -> Tensor:
             found = self._dist_params(moved, memories, start)
             if target is not None:
-                return ((self._combined(found) - target) / self._half_width).square().sum(-1)
+                change = (self._combined(found) - target) / self._half_width
+                return change.square().sum(-1) if self.attack.target == "action" else -(change * target.sign()).sum(-1)
             return torch.stack([head.kl(*pair) for head, *pair in zip(heads, clean, found, strict=True)]).sum(0)
 
         return objective

@@ -13,6 +13,7 @@ from tailguard.evaluate.formatting import growth_of, number, p_value, percent, w
 from tailguard.evaluate.report import charts, record_tables
 from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.feed_section import add_feed_section
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
@@ -21,6 +22,7 @@ SECTIONS = {
     "equity": "Did it grow?",
     "risk": "How much can it lose?",
     "stress": "Would it survive?",
+    "feed": "Would it survive a bad feed?",
     "behaviour": "What does it do?",
     "training": "How was it trained?",
     "repeat": "How to reproduce it",
@@ -49,7 +51,7 @@ ENOUGH_WINDOWS = 26
 def report_page(data: ReportData) -> Page:
     """The whole report."""
     page = Page()
-    for section in (_opening, _growth, _risk, _stress, _behaviour, _training, _repeat):
+    for section in (_opening, _growth, _risk, _stress, _feed, _behaviour, _training, _repeat):
         section(page, data)
     return page
 
@@ -262,6 +264,11 @@ def _stress(page: Page, data: ReportData) -> None:
         own=data.stress[1].name,
         caption="Noise is in standard deviations of each feature, one draw.",
     )
+
+
+def _feed(page: Page, data: ReportData) -> None:
+    page.heading("feed", SECTIONS["feed"])
+    add_feed_section(page, data.feeds, data.capital, data.feed_notes)
 
 
 def _behaviour(page: Page, data: ReportData) -> None:

@@ -189,6 +189,7 @@ def _fragile(data: ReportData) -> list[str]:
     if not data.agent.equity[-1] > 1:
         return []
     lost = [scenario.name for scenario in data.stress if not scenario.result.equity[-1] > 1]
+    lost += [f"the feed {case.name}" for case in data.feeds[1:] if not case.result.equity[-1] > 1]
     return [f"It does not survive {_list(lost)}."] if lost else []
 
 
