@@ -50,12 +50,14 @@ def randomise(clean: PreparedBars, faulty: Sequence[PreparedBars], probability: 
         joined = joined.followed_by(replace(copy.panel, segment=moved.astype(np.int32)))
     # A row that some feed leaves undefined is used by none, so that all feeds have the same episodes.
     usable = np.logical_and.reduce([copy.usable for copy in copies])
+    known = [copy.available for copy in copies if copy.available is not None]
     return RandomisedBars(
         panel=joined,
         features=np.concatenate([copy.features for copy in copies]),
         names=first.names,
         usable=np.tile(usable, len(copies)),
         scaler=first.scaler,
+        available=np.concatenate(known) if known else None,
         seen_close=np.concatenate([copy.seen_panel.close for copy in copies]),
         feeds=len(faulty),
         probability=probability,
