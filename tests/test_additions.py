@@ -7,7 +7,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,14 @@ from scipy.stats import norm
 from torch import Tensor
 
 import tailguard as tg
-from tailguard import plugins
 from tailguard.algorithm.config import PathwiseConfig, PPOConfig
-from tailguard.algorithm.iteration_metrics import ITERATION
 from tailguard.algorithm.loss_terms import LOSS_TERMS, check_names, register_loss_term
 from tailguard.algorithm.scale import move_return_scale
 from tailguard.algorithm.update import make_batch, minibatch_loss
-from tailguard.cli import app, main
+from tailguard.cli import main
 from tailguard.config import load_config
-from tailguard.data.features import FEATURES
 from tailguard.envs.protocol import Box, Step
 from tailguard.errors import ConfigError
-from tailguard.evaluate.baselines import BASELINES
-from tailguard.market.costs import COSTS
 from tailguard.models.critics import (
     CRITICS,
     DistributionalCritic,
@@ -45,9 +39,6 @@ from tailguard.optim import OPTIMIZERS, OptimizerKind, register_optimizer
 from tailguard.returns import GRADIENT, MomentsChange, RunningMoments
 
 PARTS = Path(__file__).with_name("own_parts.py")
-TABLES: tuple[dict[Any, Any], ...] = (
-    FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES, plugins._LOADED,
-)  # fmt: skip
 RATE, DUTY, COEFFICIENT = 0.002, 0.002, 0.5
 LEARNER = {
     "n_steps": 16,
@@ -67,20 +58,8 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def tables() -> Iterator[None]:
-    """What is registered in this process is forgotten afterwards."""
-    before = [dict(table) for table in TABLES]
-    commands = list(app.registered_commands)
-    yield
-    for table, content in zip(TABLES, before, strict=True):
-        table.clear()
-        table.update(content)
-    app.registered_commands[:] = commands
-
-
 @pytest.fixture(scope="module")
-def home(tables: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+def home(own_tables: None, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
     """A folder with the plugin, which this process has loaded as the command line does."""
     folder = tmp_path_factory.mktemp("home")
     shutil.copy(PARTS, folder)
@@ -231,6 +210,19 @@ def test_the_duty_of_a_purchase_is_its_rate_and_that_of_a_sale_nothing(bars: tg.
     torch.testing.assert_close(duty[bought], DUTY * turnover[bought])
     assert 0.2 < float(bought.float().mean()) < 0.8
     assert float(turnover[~bought].max()) > 0.1
+
+
+# --- an alarm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("home")
+def test_an_own_alarm_is_raised_once_after_its_patience_and_knows_the_past(bars: tg.Bars) -> None:
+    agent = tg.DistributionalPPO(make_env(bars), epochs=1, **SMALL)
+    counts = [agent.iterate()["warn/trades_much"] for _ in range(3)]
+    assert counts == [0.0, 1.0, 2.0]
+    (alarm,) = [alarm for alarm in agent.alarms if alarm.name == "trades_much"]
+    assert alarm.what.endswith("after 1 iterations.")
+    assert str(alarm).endswith("Usually: an untrained agent.")  # the documentation knows nothing of it
 
 
 # --- a critic --------------------------------------------------------------------------------------------------------
@@ -437,6 +429,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
         PPOConfig(loss_terms={"acton_size": 0.1})
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms\.action_size: -1 is out of range"):
         PPOConfig(loss_terms={"action_size": -1.0})
+    with pytest.raises(ConfigError, match=r"ppo\.loss_terms: \['action_size'\] is not a table"):
+        PPOConfig(loss_terms=["action_size"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms: action_size would have no effect, because the learner is"):
         load_config(overrides=["learner=pathwise", "ppo.loss_terms.action_size=0.1"])
     assert load_config(overrides=["learner=ppo", "ppo.loss_terms.action_size=0.1"]).ppo.loss_terms == {
@@ -458,6 +452,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
 def test_wrong_registrations_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="critic 'quantile' is registered already"):
         register_critic("quantile")(QuantileCritic)
+    with pytest.raises(ConfigError, match="critic 'mine': QuantileCritic is registered as 'quantile' already; derive"):
+        register_critic("mine")(QuantileCritic)
     with pytest.raises(ConfigError, match="critic 'Mine': use lower case"):
         register_critic("Mine")
     with pytest.raises(ConfigError, match="critic 'mine': ScalarCritic predicts no distribution"):

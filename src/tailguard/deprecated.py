@@ -22,6 +22,9 @@ MOVED = {
         "make_callback": "tailguard.monitor.callbacks.make_callback",
         "make_callbacks": "tailguard.monitor.callbacks.make_callbacks",
     },
+    "tailguard.data.table": {
+        "FeatureTable": "tailguard.data.panel.FeatureTable",
+    },
     "tailguard.envs.mapped_market": {
         "MappedBars": "tailguard.envs.prepared_market.MappedBars",
         "PreparedMarket": "tailguard.envs.prepared_market.PreparedMarket",

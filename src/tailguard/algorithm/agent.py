@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tailguard.algorithm.config import LearnerConfig
 from tailguard.algorithm.rollout import ObservationScale
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.errors import ConfigError
 from tailguard.memory_limits import keep_freed_memory
-from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
+from tailguard.models.inference import InferencePolicy, PredictPolicy, ScaledNetwork, StepPolicy
 from tailguard.models.policy import ActorCritic
 from tailguard.returns import RunningMoments
 from tailguard.validate import check_count, check_range
@@ -109,6 +111,15 @@ class Agent:
         if type(self).predict is not Agent.predict:
             return PredictPolicy(self)  # a subclass decides in its own way
         return InferencePolicy(self.policy, self._observation_scale())
+
+    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
+        """The networks that decide, with their inputs' scaling: one here, all members' of an ensemble."""
+        scale = self._observation_scale()
+        return (ScaledNetwork(self.policy, scale, scale.std),)
+
+    def combine(self, actions: Sequence[Tensor]) -> Tensor:
+        """The action that the environment sees, from those of `scaled_networks`."""
+        return actions[0]
 
     def get_env(self) -> Any:
         """The environment the agent trains on; an SB3 `VecEnv` if it was given one."""

@@ -19,7 +19,7 @@ from tailguard.algorithm.saving import load_agent as load_learner
 from tailguard.envs.protocol import Box
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError
-from tailguard.models.inference import StepPolicy
+from tailguard.models.inference import ScaledNetwork, StepPolicy
 from tailguard.risk.exposure import Exposure
 from tailguard.risk.throttle import Throttle
 from tailguard.sealed import read_about, read_sealed, write_sealed
@@ -88,7 +88,7 @@ class Ensemble:
             action, memory = member.predict(observation, memory, episode_start, deterministic=True)
             actions.append(torch.as_tensor(action))
             after.append(memory)
-        combined = self._combined(actions).numpy()
+        combined = self.combine(actions).numpy()
         return combined, None if after[0] is None else tuple(part for memory in after for part in memory or ())
 
     def inference_policy(self) -> StepPolicy:
@@ -96,7 +96,7 @@ class Ensemble:
         policies = [member.inference_policy() for member in self.members]
 
         def step(observation: Tensor, reset: bool) -> Tensor:
-            return self._combined([policy(observation, reset) for policy in policies])
+            return self.combine([policy(observation, reset) for policy in policies])
 
         return step
 
@@ -105,7 +105,12 @@ class Ensemble:
         calibration = self.calibration
         return Throttle(calibration.limit, calibration.alpha) if self.throttled and calibration is not None else None
 
-    def _combined(self, actions: Sequence[Tensor]) -> Tensor:
+    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
+        """The members' networks, with their inputs' scaling."""
+        return tuple(network for member in self.members for network in member.scaled_networks())
+
+    def combine(self, actions: Sequence[Tensor]) -> Tensor:
+        """The ensemble's action from those of its members: their mean times the exposure, within the bounds."""
         mean = actions[0] if len(actions) == 1 else torch.stack(list(actions)).mean(0)
         return (mean * self.exposure).clamp(self._low, self._high)
 

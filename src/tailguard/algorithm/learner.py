@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
-from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
+from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.rollout import Rollout
     from tailguard.algorithm.targets import Prepared
     from tailguard.algorithm.updates import Updates
+    from tailguard.models.memory import MemoryState
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
@@ -43,6 +44,8 @@ class Learner(Agent):
     """Name of the learner in a run's settings."""
     updates: Updates
     """Turns batches into optimiser steps."""
+    smooths: ClassVar[Literal["kl", "action"]]
+    """What training against attacks keeps from changing, where its settings leave the choice."""
     has_critics: bool = True
     """Whether critics learn. If not, they are not evaluated either."""
 
@@ -55,10 +58,12 @@ class Learner(Agent):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
         super().__init__(env, config, seed, device, num_envs)
+        self.robust = RobustConfig() if robust is None else robust
         self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.context = TrainingContext.build(self.policy, self._parameter_groups(), config, self.env, self.seed)
         self.state, self.runtime, self.generator = self.context.state, self.context.runtime, self.context.generator
@@ -70,6 +75,9 @@ class Learner(Agent):
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
         self.weighted_terms = weighted_terms(config.loss_terms, self.device)
+        self.smoothness: Smoothness | None = None
+        if self.robust.coef > 0:
+            self.smoothness = Smoothness(self.robust, self.policy, attackable(self.env), self.seed, self.smooths)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
@@ -88,6 +96,7 @@ class Learner(Agent):
         """Every random stream that an iteration draws from."""
         generators = self.context.generators()
         generators += [] if self.risk is None else [self.risk.generator]
+        generators += [] if self.smoothness is None else [self.smoothness.generator]
         return [*generators, self.env.generator] if isinstance(self.env, FunctionalEnv) else generators
 
     def parts(self) -> dict[str, Stateful]:
@@ -102,6 +111,8 @@ class Learner(Agent):
         }
         if self.risk is not None:
             parts |= {"risk": self.risk, **self.risk.episode_parts()}
+        if self.smoothness is not None:
+            parts["robust"] = self.smoothness
         return parts
 
     @property
@@ -149,11 +160,13 @@ class Learner(Agent):
         `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
             steps is left to it.
         """
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+        with self.context.matmul_precision():
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
             self.set_hyper()
+            if self.smoothness is not None:
+                self.smoothness.set_progress(self.state.progress)
             return self._iterate(on_rollout)
 
     @abstractmethod
@@ -178,10 +191,10 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
         """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
-        `noise`: see `collect`.
+        `noise`, `mask`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -195,11 +208,18 @@ class Learner(Agent):
             self.generator,
             self.runtime.compiled(act_and_step),
             noise,
+            self._observer(),
+            observation_noise=self.config.observation_noise,
+            mask=mask,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):
             env.state = self.runtime.copy_in_place(env_before, detached(env.state))
         return rollout
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        """What changes the observations that the policy acts on; see `collect`."""
+        return None
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 
@@ -219,13 +239,17 @@ class Learner(Agent):
         """Update the observation statistics and collect the iteration's metrics; nothing is read yet."""
         metrics: dict[str, Tensor] = prepared.metrics | {"data/memory_resets": rollout.memory_resets}
         if usable:
-            metrics |= self.updates.metrics()
+            metrics |= self.updates.metrics() | self._robust_metrics()
             if self.config.normalise_observations:
                 # Between rollouts only: statistics that moved within one would break the ratio's identity.
                 change = self.observation_moments.update(rollout.obs, rollout.valid)
                 metrics["data/observation_drift"] = change.mean_shift.max()
         snapshot = self.recorder.snapshot(rollout, prepared.estimates)
         return self.recorder.collect(snapshot, metrics, self.updates.all_finite)
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        """What the attacks of the iteration found."""
+        return {} if self.smoothness is None else self.smoothness.metrics()
 
     def _count(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""

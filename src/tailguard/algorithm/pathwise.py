@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,10 +35,11 @@ from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.risk.config import RiskConfig
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 SATURATED = 0.99
 """A squashed action this near to its bound has almost no gradient."""
@@ -54,10 +55,12 @@ class PathwiseLearner(Learner):
     `seed`: of the weights, the noise, the critics' minibatches and the environment.
     `device`: where the network lives; the environment's own device by default.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    `robust`: training against attacks on the observations.
     `verbose`, `tensorboard_log`, `policy_kwargs`: as of `DistributionalPPO`.
     """
 
     kind: ClassVar[str] = "pathwise"
+    smooths: ClassVar[Literal["kl", "action"]] = "action"
     config: PathwiseConfig
     updates: CriticUpdates
 
@@ -70,6 +73,7 @@ class PathwiseLearner(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
         policy_kwargs: Mapping[str, Any] | None = None,
@@ -83,8 +87,16 @@ class PathwiseLearner(Learner):
         chosen = chosen.completed(risk, episode_length_of(accounts))
         self.has_critics = bool(chosen.critic_epochs)
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
+        check_robust(robust)
         super().__init__(
-            accounts, chosen, seed=seed, device=device, risk=risk, verbose=verbose, tensorboard_log=tensorboard_log
+            accounts,
+            chosen,
+            seed=seed,
+            device=device,
+            risk=risk,
+            robust=robust,
+            verbose=verbose,
+            tensorboard_log=tensorboard_log,
         )
         self.updates = CriticUpdates(self.context, chosen)
         self.set_hyper()
@@ -121,7 +133,7 @@ class PathwiseLearner(Learner):
         """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
         # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
-        traced = self._collect(noise=noise)
+        traced = self._collect(noise=noise, mask=self._dropout_mask())
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
@@ -156,6 +168,22 @@ class PathwiseLearner(Learner):
         # Drawn in any case: a deterministic and a stochastic run consume the same random stream.
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        return {}  # they come with the step
+
+    def _dropout_mask(self) -> Tensor | None:
+        """Factors on the encoder's outputs, [N, E]: 0 for those that are dropped, 1 / (1 − p) for the others.
+
+        One mask for a whole window, because a recurrent policy would average over masks that change with every bar
+        (Gal & Ghahramani 2016).
+        """
+        share = self.config.dropout
+        if share == 0:
+            return None
+        shape = (self.env.num_envs, self.policy.each_trunk()[0].encoder.output_size)
+        kept = torch.rand(shape, generator=self.generator, device=self.device) >= share
+        return kept.float() / (1 - share)
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
@@ -194,6 +222,13 @@ class PathwiseLearner(Learner):
             entropy = self.policy.action_head.entropy(rollout.dist_params).mean()
             loss = loss - self.entropy_coef * entropy
             metrics["train/entropy_coef"] = self.entropy_coef
+        if self.smoothness is not None:
+            rows = detached(rollout)
+            penalty, found = self.smoothness.penalty(
+                self.policy, rows.scaled_obs, rows.start_state, rows.episode_start, rows.valid
+            )
+            loss = loss + penalty
+            metrics |= found | {"train/robust_loss": penalty.detach()}
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self.updates.move_policy()
@@ -250,6 +285,16 @@ def _through_time(rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
         "pathwise/saturated": (torch.tanh(rollout.actions).abs() > SATURATED).float().mean(),
     }
     return {name: value.detach() for name, value in metrics.items()}
+
+
+def check_robust(robust: RobustConfig | None) -> None:
+    """Refuse what only PPO can do against attacks."""
+    if robust is not None and robust.critic_coef > 0:
+        raise ConfigError(
+            "robust.critic_coef: pathwise trains its critics apart from the policy; set it to 0, or learner to ppo"
+        )
+    if robust is not None and robust.adversary != "none":
+        raise ConfigError("robust.adversary: alternating training is for ppo; set it to none, or learner to ppo")
 
 
 # --- where it is true -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,13 @@ from tailguard.algorithm.updates import PolicyUpdates
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
-from tailguard.risk.config import RiskConfig
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.adversary_training import Alternation
+    from tailguard.algorithm.learner_state import Stateful
+    from tailguard.models.memory import MemoryState
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 
 class DistributionalPPO(Learner):
@@ -36,6 +42,7 @@ class DistributionalPPO(Learner):
     `device`: where the network lives; the environment's own device by default.
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    `robust`: training against attacks on the observations.
     `extensions`: further terms of the loss, beside those that `loss_terms` names.
     `verbose`: 1 prints the table of metrics while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
@@ -46,6 +53,7 @@ class DistributionalPPO(Learner):
     """
 
     kind: ClassVar[str] = "ppo"
+    smooths: ClassVar[Literal["kl", "action"]] = "kl"
     config: PPOConfig
 
     def __init__(
@@ -57,6 +65,7 @@ class DistributionalPPO(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         extensions: Sequence[LossTerm] = (),
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
@@ -73,13 +82,16 @@ class DistributionalPPO(Learner):
             device=device,
             num_envs=num_envs,
             risk=risk,
+            robust=robust,
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
         self.advantage_source: AdvantageSource = self.risk or GAEAdvantages()
         self.extensions = tuple(extensions)
-        self.terms: tuple[LossTerm, ...] = (*self.extensions, *self.weighted_terms)
-        """Every further term of the loss: given, and named in the settings."""
+        """Terms of the loss that were given."""
+        smoothness = () if self.smoothness is None else (self.smoothness,)
+        self.terms: tuple[LossTerm, ...] = (*self.extensions, *self.weighted_terms, *smoothness)
+        """All terms beside PPO's own: given, named in the settings, and the state-adversarial regulariser."""
         check_names(self.terms)
         explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
         if not isinstance(self.policy.action_head, GaussianHead) and explores:
@@ -90,9 +102,17 @@ class DistributionalPPO(Learner):
         """The batch with the terms' additions, in the storage that recorded minibatches read."""
         self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
+        self.alternation: Alternation | None = None
+        """The adversary that learns in turns with this agent, if one does."""
+        if self.robust.adversary == "alternate":
+            from tailguard.algorithm.adversary_training import Alternation  # it trains an adversary by this class
+
+            self.alternation = Alternation(self)
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         runtime = self.runtime
+        if self.alternation is not None and self.alternation.due():
+            self.alternation.take_turn()
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
         usable = wanted and (self.context.guard.rollout(rollout) if runtime.can_sync else True)
@@ -118,8 +138,8 @@ class DistributionalPPO(Learner):
         return hyper
 
     @torch.no_grad()
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
-        return super()._collect(noise)  # the score function needs no gradient through the environment
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
+        return super()._collect(noise, mask)  # the score function needs no gradient through the environment
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
@@ -132,6 +152,17 @@ class DistributionalPPO(Learner):
         metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
         batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, metrics)
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        return None if self.alternation is None else self.alternation.observe
+
+    def parts(self) -> dict[str, Stateful]:
+        parts = super().parts()
+        return parts if self.alternation is None else parts | {"adversary": self.alternation}
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        metrics = super()._robust_metrics()
+        return metrics if self.alternation is None else metrics | self.alternation.metrics()
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
         """Let further terms add to the batch. They run outside recorded graphs, so they may sync and branch."""

@@ -26,6 +26,7 @@ from tailguard.models.policy import ActorCritic
 from tailguard.monitor.health import HealthMonitor
 from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 from tailguard.sealed import State, flat_tensors, read_about, read_sealed, write_sealed
 
 AnyLearner = TypeVar("AnyLearner", bound=Learner)
@@ -45,7 +46,7 @@ PARAMETERS = {"policy": "agent", "policy.optimizer": "optimizer", "observations"
 """What `get_parameters` gives, SB3's names first, and the learner's parts they come from."""
 FINITE = ("optimizer", "observations", "returns")
 """Parts of the state that every action or update depends on: one NaN in them spreads to all numbers."""
-STREAMS = ("generator", "prediction_generator")
+STREAMS = ("generator", "prediction_generator", "robust")
 
 
 def save_agent(agent: Learner, folder: Path) -> None:
@@ -106,6 +107,7 @@ def rebuild(
             seed=about["seed"],
             device=device,
             risk=None if about["risk"] is None else RiskConfig.from_dict(about["risk"]),
+            robust=None if about.get("robust") is None else RobustConfig.from_dict(about["robust"]),
             **options,
         )
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -154,6 +156,7 @@ def describe(agent: Learner) -> dict[str, Any]:
         "learner": agent.kind,
         "config": dataclasses.asdict(agent.config),
         "risk": None if agent.risk is None else dataclasses.asdict(agent.risk.config),
+        "robust": dataclasses.asdict(agent.robust) if agent.robust.enabled else None,
         "seed": agent.seed,
         "step": agent.num_timesteps,
         "observation_size": agent.env.observation_size,
@@ -185,7 +188,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
         expected |= {"learner": _with_episodes(agent), "env": agent.env.state_dict()}
     if not episodes and state.get("generator", {}).get("device") != agent.device.type:
         # A random stream has a form of its own on every kind of device; elsewhere the learner begins others.
-        expected |= {name: state.get(name, {}) for name in STREAMS}
+        expected |= {name: state.get(name, {}) for name in STREAMS if name in expected}
         expected["optimizer"] = {"moments": {}, "generators": {}}
     _check_fits(state, expected, "state", where)
     _check_finite(where, {"weights": weights, **{name: state[name] for name in FINITE}})
@@ -269,6 +272,7 @@ def move_to(agent: Learner, env: Any) -> None:
         agent.config,
         seed=agent.seed,
         risk=risk,
+        robust=agent.robust,
         verbose=agent.verbose,
         tensorboard_log=agent.tensorboard_log,
         **options,

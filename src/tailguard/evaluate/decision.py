@@ -1,8 +1,9 @@
 """One decision at the close of each bar: the same code in backtests and in shadow, paper and live trading.
 
-A decision is what the policy asks for, times the factor of the agent's throttle, within the agent's shield. It depends
-on the bars so far, on the account, and on a memory that is carried from bar to bar: the agent's episode window, the
-window of realised losses, the throttle, and the policy's own recurrent state.
+A decision is what the policy asks for (0 for assets that may not be held, and before a close that must be met flat),
+times the factor of the agent's throttle, within the agent's shield. It depends on the bars so far, on the account, and
+on a memory that is carried from bar to bar: the agent's episode window, the window of realised losses, the throttle,
+and the policy's own recurrent state.
 """
 
 from __future__ import annotations
@@ -84,6 +85,11 @@ def decide(
         check_target(asked, panel, account.row, task.market.config)
         memory.waiting.append(asked)
         target = memory.waiting.popleft()
+        if task.flat_rows is not None and bool(task.flat_rows[account.row]):
+            target = [0.0] * panel.assets
+        if task.holdable is not None:
+            there = task.holdable[account.row].tolist()
+            target = [weight if held else 0.0 for weight, held in zip(target, there, strict=True)]
     if throttle is not None:
         target = [weight * throttle.factor for weight in target]
     shielded = False

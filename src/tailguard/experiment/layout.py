@@ -9,7 +9,7 @@ runs/
     checkpoints/step_<n>/      latest names the newest
     members/<n>/               metrics and checkpoints of each of several learners
     agent/                     the result
-    report.html
+    report.html robustness.html
     live/KILL                  the kill switch: nothing is sent while it is there
     live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
@@ -41,6 +41,7 @@ MEMBERS = "members"
 AGENT = "agent"
 LOCK = ".lock"
 REPORT = "report.html"
+ROBUSTNESS = "robustness.html"
 
 LIVE = "live"
 KILL = "KILL"
@@ -111,6 +112,11 @@ class RunLayout:
     @property
     def report_path(self) -> Path:
         return self.path / REPORT
+
+    @property
+    def robustness_path(self) -> Path:
+        """The page of `tailguard backtest --feed` and `--attack`."""
+        return self.path / ROBUSTNESS
 
     @property
     def kill_path(self) -> Path:

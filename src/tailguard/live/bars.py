@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import polars as pl
 
 from tailguard.data.bars import REQUIRED, TIME_TYPE, Bars, with_segments
+from tailguard.data.calendars import around_the_clock
 from tailguard.errors import BarsError
 from tailguard.live.venue import Clock
 
@@ -95,7 +96,7 @@ class BarHistory:
             order = {symbol: place for place, symbol in enumerate(self.symbols)}
             place = pl.col("symbol").replace_strict(order, return_dtype=pl.Int32)
             frame = frame.sort(place, "time", maintain_order=True)
-        self.bars = replace(self.bars, frame=with_segments(frame, self.bars.frequency))
+        self.bars = replace(self.bars, frame=with_segments(frame, around_the_clock(self.bars.frequency)))
         return self.bars
 
     def _check(self, bar: LiveBar) -> None:

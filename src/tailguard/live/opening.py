@@ -17,6 +17,7 @@ import torch
 
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.data.bars import Bars, with_segments
+from tailguard.data.calendars import around_the_clock
 from tailguard.data.exchange import Exchange, Retry
 from tailguard.data.features import longest_warmup
 from tailguard.data.sources import load_bars
@@ -81,6 +82,11 @@ def open_session(
     spec = agent.spec
     if spec is None:
         raise ConfigError(f"{run}: its agent was not trained on a TradingEnv, so it cannot trade bars")
+    if spec.sessions is not None:
+        raise ConfigError(
+            f"{run}: its agent was trained on a market with sessions. Which bar is a session's last is known here only "
+            "afterwards, so that live sessions follow markets that trade around the clock; use tailguard backtest"
+        )
     exchanges = _exchanges(where, spec.frequency_ms, tuple(config.data.symbols))
     begun = layout.journal_path(mode).exists() and layout.journal_path(mode).stat().st_size > 0
     bars = None if exchanges else _bars_to_replay(run, where)
@@ -180,7 +186,7 @@ def read_lead_in(layout: RunLayout, mode: str, start: Mapping[str, Any]) -> Bars
         raise ConfigError(f"{path}: changed since the session began; restore it")
     frequency = timedelta(milliseconds=int(start["frequency"]))
     frame = pl.read_parquet(io.BytesIO(read_plain(path)))
-    return Bars(with_segments(frame.drop("segment"), frequency), frequency, str(path))
+    return Bars(with_segments(frame.drop("segment"), around_the_clock(frequency)), frequency, str(path))
 
 
 def verify_session(run: Path, mode: Mode, *, trust_plugins: bool = False) -> tuple[int, str]:

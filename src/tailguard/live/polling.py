@@ -11,6 +11,7 @@ import polars as pl
 
 from tailguard.data.bar_file import VALUES, Gap, Row
 from tailguard.data.bars import TIME_TYPE, Bars, with_segments
+from tailguard.data.calendars import around_the_clock
 from tailguard.data.exchange import Exchange, FetchError
 from tailguard.errors import BarsError
 from tailguard.live.bars import LiveBar
@@ -85,5 +86,5 @@ def fetch_lead_in(exchanges: Sequence[Exchange], bars: int) -> Bars:
             )
         )
     frequency = timedelta(milliseconds=step)
-    frame = with_segments(pl.concat(frames).sort("symbol", "time"), frequency)
+    frame = with_segments(pl.concat(frames).sort("symbol", "time"), around_the_clock(frequency))
     return Bars(frame, frequency, exchanges[0].client.id)
