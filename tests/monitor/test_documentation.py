@@ -23,11 +23,6 @@ BLANKS = {
     "<n>": "[12]",
     "<term>": "(bc|robust)",
 }
-    "<trunk>": "(actor|critic|shared|critic_1|critic_2)",
-    "<layer>": "[0-9]",
-    "<n>": "[12]",
-    "<term>": "(bc|robust)",
-}
 FROM_OUTSIDE = "eval/"
 """What callbacks record; the learner itself gives none of these."""
 SMALL: dict[str, Any] = {"n_steps": 16, "minibatch_size": 64, "hidden": (8,), "lstm_size": 8, "quantiles": 8}
