@@ -191,10 +191,10 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
         """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
-        `noise`: see `collect`.
+        `noise`, `mask`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -209,6 +209,8 @@ class Learner(Agent):
             self.runtime.compiled(act_and_step),
             noise,
             self._observer(),
+            observation_noise=self.config.observation_noise,
+            mask=mask,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):

@@ -138,8 +138,8 @@ class DistributionalPPO(Learner):
         return hyper
 
     @torch.no_grad()
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
-        return super()._collect(noise)  # the score function needs no gradient through the environment
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
+        return super()._collect(noise, mask)  # the score function needs no gradient through the environment
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:

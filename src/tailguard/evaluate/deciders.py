@@ -94,6 +94,7 @@ class FunctionDecider:
             equity=account.equity,
             bars_per_year=panel.bars_per_year,
             unfilled=np.array(account.unfilled),
+            listed=None if panel.listed is None else panel.listed[row],
         )
         target = np.asarray(self.policy(moment), dtype=np.float64)
         if target.shape != (panel.assets,):

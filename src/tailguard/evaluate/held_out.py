@@ -18,8 +18,10 @@ from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
 from tailguard.evaluate.backtest import BacktestAgent
+from tailguard.experiment.faulty_feed import task_under
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskMeasure
+from tailguard.robust.feed import Feed
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -83,11 +85,15 @@ class HeldOutEpisodes:
         return Outcomes(growth.cpu(), measured.cpu())
 
 
-def episodes_on(spec: TradingSpec, bars: Bars) -> list[HeldOutEpisodes]:
-    """Overlapping episodes on these bars, for each account; empty ones are left out."""
+def episodes_on(spec: TradingSpec, bars: Bars, feed: Feed | None = None) -> list[HeldOutEpisodes]:
+    """Overlapping episodes on these bars, for each account; empty ones are left out. `feed`: the faults they have."""
     accounts = []
     for part in separate(bars, spec.accounts):
-        task, usable, panel = task_for(spec, part, None, torch.float32)
+        if feed is None:
+            task, usable, panel = task_for(spec, part, None, torch.float32)
+        else:
+            task, prepared = task_under(feed, spec, part, None, torch.float32)
+            usable, panel = prepared.usable, prepared.panel
         possible = episode_starts(
             torch.as_tensor(panel.tradeable),
             torch.as_tensor(usable),

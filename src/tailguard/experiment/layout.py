@@ -9,7 +9,7 @@ runs/
     checkpoints/step_<n>/      latest names the newest
     members/<n>/               metrics and checkpoints of each of several learners
     agent/                     the result
-    report.html
+    report.html robustness.html
   <name>/                      a walk forward
     walk_forward.json settings.yaml walk_forward.html
     fold_<n>/seed_<s>/         a run's metrics, checkpoints and agent
@@ -39,6 +39,7 @@ MEMBERS = "members"
 AGENT = "agent"
 LOCK = ".lock"
 REPORT = "report.html"
+ROBUSTNESS = "robustness.html"
 
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
@@ -103,6 +104,11 @@ class RunLayout:
     @property
     def report_path(self) -> Path:
         return self.path / REPORT
+
+    @property
+    def robustness_path(self) -> Path:
+        """The page of `tailguard backtest --feed` and `--attack`."""
+        return self.path / ROBUSTNESS
 
     @property
     def plan_path(self) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 from tailguard.errors import ConfigError
 from tailguard.robust.attacks import Attack, AttackKind, Norm
+from tailguard.robust.feed_config import FeedConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 EpsilonSchedule = Literal["constant", "linear", "cosine"]
@@ -19,8 +20,11 @@ AdversaryActs = Literal["perturbation", "direction"]
 
 
 @dataclass(frozen=True)
-class RobustConfig:
-    """Training against attacks on observations: decisions may not change much within epsilon of what is observed."""
+class RobustConfig(FeedConfig):
+    """Training against attacks on observations, and under faults of the feed.
+
+    Decisions may not change much within epsilon of what is observed.
+    """
 
     coef: float = 0.0
     """Weight of the regulariser, the largest change of the policy that the attack finds; 0 is off. 0.1 to 10 for ppo,
@@ -61,6 +65,7 @@ class RobustConfig:
     which the gradient then finds the perturbation; a direction is learned sooner where features are many."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("robust.coef", self.coef, low=0)
         check_range("robust.epsilon", self.epsilon, low=0, low_open=True)
         check_choice("robust.schedule", self.schedule, get_args(EpsilonSchedule))
@@ -83,7 +88,7 @@ class RobustConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """The config that `dataclasses.asdict` took apart."""
-        return cls(**settings)
+        return cls(**{**settings, "feed": tuple(settings.get("feed", ()))})
 
     @property
     def enabled(self) -> bool:

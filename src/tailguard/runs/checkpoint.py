@@ -226,8 +226,12 @@ def prepared_hashes(prepared: PreparedBars) -> dict[str, str]:
     """SHA-256 of prepared bars and of their scaled features."""
     panel = prepared.panel
     columns = (panel.open, panel.high, panel.low, panel.close, panel.volume, panel.funding)
-    bars = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)
-    features = (prepared.names, prepared.scaler.definitions, prepared.features, prepared.usable)
+    bars: tuple[Any, ...] = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)
+    features: tuple[Any, ...] = (prepared.names, prepared.scaler.definitions, prepared.features, prepared.usable)
+    if panel.assumed_funding is not None:
+        bars = (*bars, panel.assumed_funding)
+    if prepared.seen_close is not None:
+        features = (*features, prepared.seen_close)
     return {"bars": _digest(*bars), "features": _digest(*features)}
 
 
