@@ -133,7 +133,7 @@ def test_a_funding_spike_is_in_the_books(agents: list[Any], market: Bars) -> Non
 def test_volatility_scaling_reads_the_faulty_feed(agents: list[Any], market: Bars) -> None:
     """A price that is 30 % off for a bar looks like a crash, and the agent's positions shrink after it."""
     task, _, _ = task_for(agents[0].spec, market, None, torch.float64)
-    from tailguard.experiment.feed import task_under
+    from tailguard.experiment.faulty_feed import task_under
 
     wild, _ = task_under(parse_feed("bad_tick:0.3@0.02"), agents[0].spec, market, None, torch.float64)
     assert task.volatility_factors is not None

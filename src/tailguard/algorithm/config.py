@@ -91,6 +91,9 @@ class LearnerConfig:
     """Scale observations by running statistics, updated between rollouts only."""
     observation_clip: float = 10.0
     """Scaled observations are clipped to ± this many standard deviations; without scaling there is no clip."""
+    observation_noise: float = 0.0
+    """Standard deviation of normal noise on the scaled observations that the policy sees while it learns, 0 (off)
+    to 1."""
     return_decay: float = 0.99
     """Weight of the past in the return's running scale, per rollout; 1 counts all rollouts equally."""
     runtime: RuntimeKind = "auto"
@@ -113,6 +116,8 @@ class LearnerConfig:
 
     def _check_loss_terms(self) -> None:
         setting = f"{self.section}.loss_terms"
+        if not isinstance(self.loss_terms, dict):
+            raise ConfigError(f"{setting}: {self.loss_terms!r} is not a table of terms and coefficients")
         for name, coefficient in self.loss_terms.items():
             check_registered(setting, name, LOSS_TERMS, "tailguard.algorithm.loss_terms.register_loss_term")
             learners = LOSS_TERMS[name].learners
@@ -160,6 +165,7 @@ class LearnerConfig:
         check_range(f"{section}.value_clip_sd_ratio", self.value_clip_sd_ratio, low=1)
         check_range(f"{section}.max_grad_norm", self.max_grad_norm)
         check_range(f"{section}.observation_clip", self.observation_clip, low=0, low_open=True)
+        check_range(f"{section}.observation_noise", self.observation_noise, low=0, high=10)
         check_range(f"{section}.return_decay", self.return_decay, low=0, low_open=True, high=1)
         _check_schedule(f"{section}.learning_rate", self.learning_rate)
         _check_schedule(f"{section}.entropy_coef", self.entropy_coef)
@@ -331,10 +337,14 @@ class PathwiseConfig(LearnerConfig):
     stochastic: bool = False
     """Whether the policy acts with its noise while it learns; the gradient then goes through the noise too
     (reparameterisation), to the standard deviation as well."""
+    dropout: float = 0.0
+    """Share of the encoder's outputs, drawn for each account and window, that the policy's memory does not see while it
+    learns, 0 (off) to 0.9."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_schedule("pathwise.critic_learning_rate", self.critic_learning_rate)
+        check_range("pathwise.dropout", self.dropout, low=0, high=0.9)
         if self.critic_epochs is not None:
             check_count("pathwise.critic_epochs", self.critic_epochs, low=0)
         if self.uses_entropy and not self.stochastic:

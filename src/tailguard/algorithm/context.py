@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +16,7 @@ from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.schedules import Schedule
 from tailguard.models.policy import ActorCritic
+from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.optim import VarianceGradientScaler
 
 if TYPE_CHECKING:
@@ -65,6 +67,10 @@ class TrainingContext:
             runtime=runtime,
             guard=FiniteGuard(config.on_nonfinite, policy, state, env.num_envs),
         )
+
+    def matmul_precision(self) -> AbstractContextManager[None]:
+        """Tensor cores for matrix products inside it, where the network computes in a narrow type."""
+        return tensor_cores(is_narrow(self.policy.config.precision, self.learning_rate.device))
 
     def generators(self) -> list[torch.Generator]:
         """The random streams of the learner and its optimiser."""

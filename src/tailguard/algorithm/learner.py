@@ -21,12 +21,9 @@ from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
-from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
-from tailguard.robust.attacks import attackable
-from tailguard.robust.config import RobustConfig
-from tailguard.robust.smoothness import Smoothness
+from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -163,7 +160,7 @@ class Learner(Agent):
         `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
             steps is left to it.
         """
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+        with self.context.matmul_precision():
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
@@ -194,10 +191,10 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
         """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
-        `noise`: see `collect`.
+        `noise`, `mask`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -212,6 +209,8 @@ class Learner(Agent):
             self.runtime.compiled(act_and_step),
             noise,
             self._observer(),
+            observation_noise=self.config.observation_noise,
+            mask=mask,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):

@@ -35,11 +35,11 @@ from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.risk.config import RiskConfig
-from tailguard.robust.config import RobustConfig
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 SATURATED = 0.99
 """A squashed action this near to its bound has almost no gradient."""
@@ -133,7 +133,7 @@ class PathwiseLearner(Learner):
         """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
         # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
-        traced = self._collect(noise=noise)
+        traced = self._collect(noise=noise, mask=self._dropout_mask())
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
@@ -171,6 +171,19 @@ class PathwiseLearner(Learner):
 
     def _robust_metrics(self) -> dict[str, Tensor]:
         return {}  # they come with the step
+
+    def _dropout_mask(self) -> Tensor | None:
+        """Factors on the encoder's outputs, [N, E]: 0 for those that are dropped, 1 / (1 − p) for the others.
+
+        One mask for a whole window, because a recurrent policy would average over masks that change with every bar
+        (Gal & Ghahramani 2016).
+        """
+        share = self.config.dropout
+        if share == 0:
+            return None
+        shape = (self.env.num_envs, self.policy.each_trunk()[0].encoder.output_size)
+        kept = torch.rand(shape, generator=self.generator, device=self.device) >= share
+        return kept.float() / (1 - share)
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor

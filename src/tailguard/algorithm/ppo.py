@@ -23,13 +23,13 @@ from tailguard.algorithm.updates import PolicyUpdates
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
-from tailguard.risk.config import RiskConfig
-from tailguard.robust.config import RobustConfig
 
 if TYPE_CHECKING:
     from tailguard.algorithm.adversary_training import Alternation
     from tailguard.algorithm.learner_state import Stateful
     from tailguard.models.memory import MemoryState
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 
 class DistributionalPPO(Learner):
@@ -138,8 +138,8 @@ class DistributionalPPO(Learner):
         return hyper
 
     @torch.no_grad()
-    def _collect(self, noise: Tensor | None = None) -> Rollout:
-        return super()._collect(noise)  # the score function needs no gradient through the environment
+    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
+        return super()._collect(noise, mask)  # the score function needs no gradient through the environment
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:

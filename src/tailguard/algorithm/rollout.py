@@ -94,7 +94,13 @@ Acted = tuple[Tensor, Tensor, Tensor]
 
 
 def act(
-    policy: ActorCritic, scale: ObservationScale, obs: Tensor, start: Tensor, memory: MemoryState, noise: Tensor
+    policy: ActorCritic,
+    scale: ObservationScale,
+    obs: Tensor,
+    start: Tensor,
+    memory: MemoryState,
+    noise: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Acted, MemoryState]:
     """Choose actions for one row.
 
@@ -103,7 +109,7 @@ def act(
     """
     # 0 is the mean in scaled units.
     scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
-    dist_params, memory = policy.act(scaled, memory, start)
+    dist_params, memory = policy.act(scaled, memory, start, mask)
     return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
 
 
@@ -117,9 +123,10 @@ def act_and_step(
     noise: Tensor,
     env_state: Any,
     env_noise: Tensor,
+    mask: Tensor | None = None,
 ) -> tuple[Acted, MemoryState, Any, Step]:
     """Choose actions and step the environment: from one row to the next, as a pure function."""
-    acted, memory = act(policy, scale, obs, start, memory, noise)
+    acted, memory = act(policy, scale, obs, start, memory, noise, mask)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
@@ -147,6 +154,9 @@ def collect(
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     noise: Tensor | None = None,
     observe: Callable[[Tensor, Tensor, MemoryState], Tensor] | None = None,
+    *,
+    observation_noise: float = 0.0,
+    mask: Tensor | None = None,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
@@ -156,6 +166,9 @@ def collect(
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
     `observe`: what the policy sees in the place of an observation [N, O], given `episode_start` and its memory; the
         rollout keeps what it saw, so that the probabilities of its actions fit.
+    `observation_noise`: standard deviation of noise on what the policy sees, in those of the observations. Statistics
+        and successors are without it.
+    `mask`: factors on the outputs of the policy's encoder, [N, E]; none: no dropout.
     """
     head = policy.action_head
     # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
@@ -173,15 +186,18 @@ def collect(
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if observe is not None:
             obs = observe(obs, start, memory)
+        seen = obs
+        if observation_noise:
+            seen = obs + observation_noise * scale.std * torch.randn(obs.shape, generator=generator, device=obs.device)
         if isinstance(env, FunctionalEnv):
             # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
             # inputs.
             env_noise = env.draw()
             acted, memory, env.state, step = whole_step(
-                policy, env, scale, obs, start, memory, noise, env.state, env_noise
+                policy, env, scale, seen, start, memory, noise, env.state, env_noise, mask
             )
         else:
-            acted, memory = act(policy, scale, obs, start, memory, noise)
+            acted, memory = act(policy, scale, seen, start, memory, noise, mask)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)

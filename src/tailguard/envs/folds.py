@@ -36,7 +36,8 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[EpisodeFold]
     """Cut the episodes of an environment into folds by time.
 
     To leave a fold out, restrict the environment to the starts outside (`TradingEnv.restrict_starts`). Features look
-    back, so no episode outside is closer to the fold than the embargo.
+    back, so no episode outside is closer to the fold than the embargo. Rescaled copies of the bars are left out by the
+    same times; an agent is judged on the bars themselves.
     """
     check_count("folds", folds, low=2)
     # The folds of randomised bars are those of the clean ones.
@@ -51,7 +52,7 @@ def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[EpisodeFold]
     edges[-1] = end.max() + 1
     cut = []
     for first, stop in pairwise(edges.tolist()):
-        inside = (begin >= first) & (end < stop)
+        inside = (begin >= first) & (end < stop) & (rows < env.prepared.own_rows)
         outside = (end < first - embargo_ms) | (begin >= stop + embargo_ms)
         if not inside.any() or not outside.any():
             raise ConfigError(

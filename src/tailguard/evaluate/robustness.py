@@ -16,7 +16,7 @@ from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestAgent, BacktestResult, backtest
 from tailguard.evaluate.budget import Budget, BudgetCheck, check_budget
 from tailguard.evaluate.trades import FLAT
-from tailguard.experiment.feed import seen_bars
+from tailguard.experiment.faulty_feed import seen_bars
 from tailguard.robust.attacked_policy import AttackableAgent, AttackedPolicy
 from tailguard.robust.attacks import Attack, AttackKind, Norm
 from tailguard.robust.feed import KINDS, Feed, parse_feed, price_error_bp

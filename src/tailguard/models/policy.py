@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +119,16 @@ class Trunk(nn.Module):
     def is_recurrent(self) -> bool:
         return not isinstance(self.memory, NoMemory)
 
-    def step(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row: obs [N, O] -> features [N, H] and the state after it."""
+    def step(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """One row: obs [N, O] -> features [N, H] and the state after it.
+
+        `mask`: factors on the encoder's outputs, [N, E], for dropout; None: 1.
+        """
         with autocast(self.precision, obs.device):
-            return self.memory.step(self.encoder(obs), state, episode_start)
+            encoded = self.encoder(obs)
+            return self.memory.step(encoded if mask is None else encoded * mask, state, episode_start)
 
     def sequence(
         self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
@@ -146,8 +152,7 @@ class ReturnCritic(nn.Module):
         self.distribution: DistributionalCritic | None = None
         if config.critic_kind.predicts_distribution:
             head = config.critic_kind.from_config(feature_size, config)
-            assert isinstance(head, DistributionalCritic)  # `register_critic` admits no other
-            self.distribution = head
+            self.distribution = cast(DistributionalCritic, head)  # `register_critic` admits no other
 
     @property
     def heads(self) -> list[Critic]:
@@ -240,9 +245,14 @@ class ActorCritic(nn.Module):
         """Initial memory states of n environments, for every trunk."""
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
-    def act(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state."""
-        features, state = self._trunk(0).step(obs, state, episode_start)
+    def act(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
+
+        `mask`: see `Trunk.step`.
+        """
+        features, state = self._trunk(0).step(obs, state, episode_start, mask)
         return self.action_head(features), state
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:

@@ -208,7 +208,11 @@ def always_flips(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     return f"positions change sign at {100 * share:.0f} % of the bars." if share > 0.8 else None
 
 
-def _broken_at_cap(metrics: Metrics) -> str | None:
+AT_CAP = 10
+"""Updates with λ at its cap and a broken limit before that is an alarm."""
+
+
+def _broken_at_cap(metrics: Metrics, past: Past) -> str | None:
     """A message if λ is at its cap and the limit is broken by 5 % and by two standard errors of the measured CVaR."""
     tail, mean, limit, error = (
         100 * _value(metrics, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
@@ -216,23 +220,26 @@ def _broken_at_cap(metrics: Metrics) -> str | None:
     broken = _value(metrics, "risk/violation") > 0.05 and limit - tail > 2 * error
     if not (_value(metrics, "risk/at_cap") > 0 and broken):
         return None
+    # The best under the largest multiplier: earlier CVaRs are those of an agent that hardly traded yet.
+    best = max([tail, *(100 * value for value in past.get("risk/cvar_realised", [])[-(AT_CAP - 1) :])])
     return (
         f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and the CVaR of recent "
-        f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %."
+        f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %; the best it "
+        f"reached there is {best:.2f} %."
     )
 
 
-def risk_infeasible(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
+def risk_infeasible(metrics: Metrics, past: Past) -> str | None:
     """A Lagrange multiplier at its cap while the limit is still broken."""
-    what = _broken_at_cap(metrics)
+    what = _broken_at_cap(metrics, past)
     if what is None or _value(metrics, "risk/tail_outcomes") < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} So far training has not met the limit."
 
 
-def tail_undersampled(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
+def tail_undersampled(metrics: Metrics, past: Past) -> str | None:
     """The same, with too few tail outcomes per update to tell whether the limit is feasible."""
-    what, seen = _broken_at_cap(metrics), _value(metrics, "risk/tail_outcomes")
+    what, seen = _broken_at_cap(metrics, past), _value(metrics, "risk/tail_outcomes")
     if what is None or not seen < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} An update sees {seen:.2g} tail outcomes: too few to conclude that the limit is infeasible."
@@ -337,13 +344,14 @@ RULES: tuple[Rule, ...] = (
         risk_infeasible,
         "a limit that costs and price gaps alone break for any position. Loosen risk.limit, shorten episodes, or trade "
         "less.",
-        patience=10,
+        patience=AT_CAP,
+        remembers=("risk/cvar_realised",),
     ),
     Rule(
         "tail_undersampled",
         tail_undersampled,
         "too few episodes per rollout. Raise env.num_envs, ppo.n_steps or risk.alpha, or shorten episodes.",
-        patience=10,
+        patience=AT_CAP,
     ),
     Rule(
         "tail_mispredicted",

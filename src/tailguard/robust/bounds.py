@@ -34,54 +34,54 @@ SILU_STEEPEST = 2.3993572805154674
 
 
 @dataclass(frozen=True)
-class Interval:
+class Bounds:
     """All tensors between `low` and `high`."""
 
     low: Tensor
     high: Tensor
 
     @classmethod
-    def around(cls, centre: Tensor, radius: Tensor) -> Interval:
+    def around(cls, centre: Tensor, radius: Tensor) -> Bounds:
         return cls(centre - radius, centre + radius)
 
-    def map(self, increasing: Callable[[Tensor], Tensor]) -> Interval:
+    def map(self, increasing: Callable[[Tensor], Tensor]) -> Bounds:
         """Through a function that increases."""
-        return Interval(increasing(self.low), increasing(self.high))
+        return Bounds(increasing(self.low), increasing(self.high))
 
-    def matmul(self, weight: Tensor) -> Interval:
+    def matmul(self, weight: Tensor) -> Bounds:
         """Times a known matrix."""
         centre, radius = 0.5 * (self.high + self.low), 0.5 * (self.high - self.low)
-        return Interval.around(centre @ weight, radius @ weight.abs())
+        return Bounds.around(centre @ weight, radius @ weight.abs())
 
-    def __add__(self, other: Interval | Tensor) -> Interval:
+    def __add__(self, other: Bounds | Tensor) -> Bounds:
         if isinstance(other, Tensor):
-            return Interval(self.low + other, self.high + other)
-        return Interval(self.low + other.low, self.high + other.high)
+            return Bounds(self.low + other, self.high + other)
+        return Bounds(self.low + other.low, self.high + other.high)
 
-    def __mul__(self, other: Interval) -> Interval:
+    def __mul__(self, other: Bounds) -> Bounds:
         ends = torch.stack([mine * theirs for mine in (self.low, self.high) for theirs in (other.low, other.high)])
-        return Interval(ends.amin(0), ends.amax(0))
+        return Bounds(ends.amin(0), ends.amax(0))
 
-    def chunk(self, parts: int) -> list[Interval]:
+    def chunk(self, parts: int) -> list[Bounds]:
         """Equal parts of the last dimension."""
         pairs = zip(self.low.chunk(parts, -1), self.high.chunk(parts, -1), strict=True)
-        return [Interval(low, high) for low, high in pairs]
+        return [Bounds(low, high) for low, high in pairs]
 
-    def for_each_action(self) -> Interval:
+    def for_each_action(self) -> Bounds:
         """[N, F] as [N, 1, F], to meet gradients [N, A, F]."""
-        return Interval(self.low.unsqueeze(-2), self.high.unsqueeze(-2))
+        return Bounds(self.low.unsqueeze(-2), self.high.unsqueeze(-2))
 
     @property
     def size(self) -> Tensor:
         """Largest absolute value."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
-    def intersect(self, other: Interval) -> Interval:
+    def intersect(self, other: Bounds) -> Bounds:
         """What is in both."""
-        return Interval(torch.maximum(self.low, other.low), torch.minimum(self.high, other.high))
+        return Bounds(torch.maximum(self.low, other.low), torch.minimum(self.high, other.high))
 
 
-Pullback = Callable[[Interval], Interval]
+Pullback = Callable[[Bounds], Bounds]
 """Gradients of the actions by a layer's outputs, [N, A, out], to those by its inputs, [N, A, in]."""
 
 
@@ -89,18 +89,18 @@ Pullback = Callable[[Interval], Interval]
 class Reached:
     """What a part of the network makes of the ball: its outputs, and the way back of gradients to its inputs."""
 
-    outputs: Interval
+    outputs: Bounds
     """[N, F]"""
     pullbacks: tuple[Pullback, ...]
     """Of all layers so far, the first one first."""
 
-    def then(self, outputs: Interval, pullback: Pullback) -> Reached:
+    def then(self, outputs: Bounds, pullback: Pullback) -> Reached:
         return Reached(outputs, (*self.pullbacks, pullback))
 
 
 def step_bounds(
     policy: ActorCritic, obs: Tensor, state: MemoryState, episode_start: Tensor, radius: Tensor, norm: Norm = "linf"
-) -> Interval:
+) -> Bounds:
     """Bounds of the deterministic action, in the environment's units, [N, A], over all observations in the ball.
 
     obs:            what the network reads (already scaled), [N, O]
@@ -114,7 +114,7 @@ def step_bounds(
     with torch.no_grad():
         # A box around the ball; of a ball of l2 only the last norm below knows that it is smaller.
         reach = radius.double()
-        reached = Reached(Interval.around(obs.double(), reach.expand_as(obs)), ())
+        reached = Reached(Bounds.around(obs.double(), reach.expand_as(obs)), ())
         for layer in trunk.encoder.layers:
             reached = _through(layer, reached)
         if isinstance(trunk.memory, LSTMMemory):
@@ -123,13 +123,13 @@ def step_bounds(
                 reached = _through_cell(weights, reached, h, c)
         weight, bias = (part.double()[: head.raw_size] for part in (head.linear.weight, head.linear.bias))
         boxes = reached.outputs.matmul(weight.T) + bias
-        gradient = Interval(weight, weight)
+        gradient = Bounds(weight, weight)
         for pullback in reversed(reached.pullbacks):
             gradient = pullback(gradient)
         moved = gradient.size * reach
         shift = moved.sum(-1) if norm == "linf" else torch.linalg.vector_norm(moved, dim=-1)
         clean = head.mode(policy.act(obs, state, episode_start)[0]).double()
-        return _to_env(head, boxes.intersect(Interval.around(clean, shift)))
+        return _to_env(head, boxes.intersect(Bounds.around(clean, shift)))
 
 
 def _through(layer: nn.Module, reached: Reached) -> Reached:
@@ -143,7 +143,7 @@ def _through(layer: nn.Module, reached: Reached) -> Reached:
     if isinstance(layer, nn.SiLU):  # it falls, then rises
         low, high = torch.minimum(outputs.low, outputs.high), torch.maximum(outputs.low, outputs.high)
         lowest = (inside.low <= SILU_MINIMUM) & (inside.high >= SILU_MINIMUM)
-        outputs = Interval(torch.where(lowest, layer(torch.full_like(low, SILU_MINIMUM)), low), high)
+        outputs = Bounds(torch.where(lowest, layer(torch.full_like(low, SILU_MINIMUM)), low), high)
     return reached.then(outputs, lambda gradient: gradient * slope)
 
 
@@ -153,7 +153,7 @@ def _through_cell(weights: CellWeights, reached: Reached, h: Tensor, c: Tensor) 
     gates = reached.outputs.matmul(w_ih.T) + (h @ w_hh.T + b_ih + b_hh)
     before_i, before_f, before_g, before_o = gates.chunk(4)
     i, f, o = (gate.map(torch.sigmoid) for gate in (before_i, before_f, before_o))
-    g, kept = before_g.map(torch.tanh), Interval(c, c)
+    g, kept = before_g.map(torch.tanh), Bounds(c, c)
     cell = f * kept + i * g
     shown = cell.map(torch.tanh)
     of_cell = (o * _bell(cell, _tanh_slope)).for_each_action()
@@ -168,21 +168,21 @@ def _through_cell(weights: CellWeights, reached: Reached, h: Tensor, c: Tensor) 
         )
     )
 
-    def pullback(gradient: Interval) -> Interval:
+    def pullback(gradient: Bounds) -> Bounds:
         through_cell = gradient * of_cell
         parts = (through_cell * by_i, through_cell * by_f, through_cell * by_g, gradient * by_o)
         low, high = (torch.cat([getattr(part, end) for part in parts], dim=-1) for end in ("low", "high"))
-        return Interval(low, high).matmul(w_ih)
+        return Bounds(low, high).matmul(w_ih)
 
     return reached.then(o * shown, pullback)
 
 
-def _slope(layer: nn.Module, inside: Interval) -> Interval:
+def _slope(layer: nn.Module, inside: Bounds) -> Bounds:
     """Slopes that an activation may have there."""
     if isinstance(layer, nn.Tanh):
         return _bell(inside, _tanh_slope)
     if isinstance(layer, nn.ReLU):
-        return Interval((inside.low > 0).double(), (inside.high > 0).double())
+        return Bounds((inside.low > 0).double(), (inside.high > 0).double())
     assert isinstance(layer, nn.SiLU)  # the encoder knows no other
     ends = torch.stack([_silu_slope(inside.low), _silu_slope(inside.high)])
     low, high = ends.amin(0), ends.amax(0)
@@ -190,13 +190,13 @@ def _slope(layer: nn.Module, inside: Interval) -> Interval:
         within = (inside.low <= place) & (inside.high >= place)
         extreme = _silu_slope(torch.full_like(low, place))
         low, high = (low, torch.where(within, extreme, high)) if largest else (torch.where(within, extreme, low), high)
-    return Interval(low, high)
+    return Bounds(low, high)
 
 
-def _bell(inside: Interval, slope: Callable[[Tensor], Tensor]) -> Interval:
+def _bell(inside: Bounds, slope: Callable[[Tensor], Tensor]) -> Bounds:
     """Slopes of a function whose slope is largest at 0 and falls on both sides alike."""
     nearest = torch.zeros_like(inside.low).clamp(inside.low, inside.high)
-    return Interval(slope(inside.size), slope(nearest))
+    return Bounds(slope(inside.size), slope(nearest))
 
 
 def _tanh_slope(x: Tensor) -> Tensor:
@@ -212,13 +212,13 @@ def _silu_slope(x: Tensor) -> Tensor:
     return share * (1.0 + x * (1.0 - share))
 
 
-def _to_env(head: GaussianHead, mean: Interval) -> Interval:
+def _to_env(head: GaussianHead, mean: Bounds) -> Bounds:
     """Bounds of the action from those of its raw mean."""
     low, high = head.low.double(), head.high.double()
     centre, half = 0.5 * (high + low), 0.5 * (high - low)
     bounds = mean.map(lambda raw: centre + half * torch.tanh(raw)) if head.squash else mean
     slack = ROUNDING * (half if head.squash else torch.ones_like(half))
-    return Interval((bounds.low - slack).clamp(low, high), (bounds.high + slack).clamp(low, high))
+    return Bounds((bounds.low - slack).clamp(low, high), (bounds.high + slack).clamp(low, high))
 
 
 class CertifiedPolicy(AttackedPolicy):
@@ -246,7 +246,7 @@ class CertifiedPolicy(AttackedPolicy):
         return obs, others
 
     @torch.no_grad()
-    def bounds(self, obs: Tensor, memories: Memories, episode_start: Tensor) -> Interval:
+    def bounds(self, obs: Tensor, memories: Memories, episode_start: Tensor) -> Bounds:
         """Bounds of the agent's action on raw observations [N, O], in the environment's units, [N, A].
 
         Members of an ensemble are bounded one by one. Scaling clips, which can only bring two observations nearer.
@@ -263,7 +263,7 @@ class CertifiedPolicy(AttackedPolicy):
             )
             for member, memory in zip(self.networks, memories, strict=True)
         ]
-        return Interval(*(self.agent.combine([getattr(one, end) for one in each]) for end in ("low", "high")))
+        return Bounds(*(self.agent.combine([getattr(one, end) for one in each]) for end in ("low", "high")))
 
     def summary(self) -> dict[str, float]:
         """Largest possible changes over all decisions so far: their mean, 95th percentile and maximum, as shares of
@@ -279,7 +279,7 @@ class CertifiedPolicy(AttackedPolicy):
         }
 
 
-def tightness(bounds: Interval, clean: Tensor, attacked: Sequence[Tensor]) -> float:
+def tightness(bounds: Bounds, clean: Tensor, attacked: Sequence[Tensor]) -> float:
     """Mean certified change over the mean of the largest change that attacks found: 1 is exact, more is loose."""
     certified = torch.maximum(bounds.high - clean, clean - bounds.low)
     found = torch.stack([(actions - clean).abs() for actions in attacked]).amax(0)

@@ -17,6 +17,7 @@ from tailguard.data.registry import FeatureError
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT, BASELINES
+from tailguard.evaluate.benchmark import Relative
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import Budget, BudgetCheck, own_budget
 from tailguard.evaluate.certificates import Certificate, certify
@@ -94,6 +95,8 @@ class ReportData:
     """The command that reproduces the run."""
     facts: Mapping[str, str]
     """Hashes and versions."""
+    relative: Relative | None = None
+    """The agent beside a benchmark of the user's choice."""
 
     @property
     def agent(self) -> BacktestResult:

@@ -18,7 +18,7 @@ from tailguard.data.indicators import ema_warmup
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.errors import ConfigError
 from tailguard.experiment.build import prepare_training
-from tailguard.experiment.feed import market_config, market_panel, prepare_under, randomised_feeds, seen_bars
+from tailguard.experiment.faulty_feed import market_config, market_panel, prepare_under, randomised_feeds, seen_bars
 from tailguard.market import MarketConfig, build_market
 from tailguard.market.tables import COLUMNS
 from tailguard.robust.feed import KINDS, Feed, parse_feed
