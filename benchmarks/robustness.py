@@ -219,7 +219,7 @@ def summarise(results: dict[str, dict[str, float]], name: str, task: Task) -> No
     print(f"  kept {kept[0]:.1%} and {kept[1]:.1%} of the plain clean result ({ratio}); clean {clean - 1:+.1%}")
 
 
-def cost(rounds: int = 12) -> None:
+def cost(rounds: int = 7) -> None:
     """CPU time of the updates on a rollout (attack and epochs), plain and with 10 steps of PGD, in turns."""
     market = tg.make_market(4_000, seed=0)
     kinds = {
@@ -230,7 +230,7 @@ def cost(rounds: int = 12) -> None:
     }
     for learner in (tg.DistributionalPPO, tg.PathwiseLearner):
         agents = {
-            name: learner(tg.TradingEnv(market.bars, num_envs=256, episode_length=256), n_steps=64, robust=robust)
+            name: learner(tg.TradingEnv(market.bars, num_envs=128, episode_length=256), n_steps=64, robust=robust)
             for name, robust in kinds.items()
         }
         seconds: dict[str, list[float]] = {name: [] for name in kinds}

@@ -30,8 +30,8 @@ AttackKind = Literal["fgsm", "pgd", "sgld", "random"]
 Norm = Literal["linf", "l2"]
 Target = Literal["action", "kl", "reverse", "critic", "return"]
 
-CLOCK = "time_of_"
-"""How the names of features that show the clock begin."""
+CLOCK = ("time_of_", "closure", "session_bars")
+"""How the names of features begin that show the clock and the calendar."""
 INSIDE = 1.0 - 1e-6
 """A vector that is drawn back to the unit sphere ends this near to it: rounding must not take it out again."""
 
