@@ -214,6 +214,14 @@ def test_a_stronger_attack_moves_positions_more_than_noise_of_its_size(agents: l
     assert moved["pgd ε 0.2"] > moved["pgd ε 0.05"] > 0
 
 
+def test_an_attack_on_the_side_turns_more_positions(agents: list[Any], market: Bars) -> None:
+    short = replace(market, frame=market.frame.head(1_000))
+    backtests = DisturbedBacktests(agents[0], short, MarketConfig())
+    cases = [attack_disturbances(agents[0], ["pgd"], [0.5], steps=4, target=aim)[0] for aim in ("action", "reverse")]
+    size, side = (backtests.under(case) for case in cases)
+    assert side.flips > size.flips
+
+
 def test_feeds_are_named_once_and_all_is_every_kind() -> None:
     names = [case.name for case in feed_disturbances(["all", "late:2", "late:2+fee"])]
     assert names[:3] == ["late:1", "late:2", "late:3"]

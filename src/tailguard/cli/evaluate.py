@@ -82,6 +82,10 @@ def backtest(
         typer.Option(help="Size of the attack in standard deviations of each feature: 0.05, or 0.02,0.05,0.1."),
     ] = None,
     norm: Annotated[Literal["linf", "l2"], typer.Option(help="What epsilon bounds: each feature, or all.")] = "linf",
+    target: Annotated[
+        Literal["action", "reverse", "kl", "critic"],
+        typer.Option(help="What the attack spoils: the size of a position, its side, the policy, or the value."),
+    ] = "action",
     attack_steps: Annotated[int, typer.Option(help="Gradient steps of pgd and sgld at each bar.")] = 10,
     out: Annotated[
         Path | None,
@@ -117,7 +121,7 @@ def backtest(
             check_writable_place(path)
     console = Console(stderr=json_file == "-")
     disturbances = Disturbances(
-        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps
+        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps, target
     )
     read_run_config(run, trust_plugins=trust_plugins)
     stress = Stress(costs, delay, noise)

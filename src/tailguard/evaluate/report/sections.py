@@ -13,7 +13,7 @@ from tailguard.evaluate.formatting import growth_of, number, p_value, percent, w
 from tailguard.evaluate.report import charts, record_tables
 from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.report.feed_section import add_feed_section
+from tailguard.evaluate.report.feed_section import add_certificates, add_feed_section
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
@@ -269,6 +269,7 @@ def _stress(page: Page, data: ReportData) -> None:
 def _feed(page: Page, data: ReportData) -> None:
     page.heading("feed", SECTIONS["feed"])
     add_feed_section(page, data.feeds, data.capital, data.feed_notes)
+    add_certificates(page, data.certificates)
 
 
 def _behaviour(page: Page, data: ReportData) -> None:
