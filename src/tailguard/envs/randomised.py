@@ -50,7 +50,6 @@ def randomise(clean: PreparedBars, faulty: Sequence[PreparedBars], probability: 
         joined = joined.followed_by(replace(copy.panel, segment=moved.astype(np.int32)))
     # A row that some feed leaves undefined is used by none, so that all feeds have the same episodes.
     usable = np.logical_and.reduce([copy.usable for copy in copies])
-    [copy.available for copy in copies if copy.available is not None]
     return RandomisedBars(
         panel=joined,
         features=np.concatenate([copy.features for copy in copies]),
