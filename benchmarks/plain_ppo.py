@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 
 import tailguard as tg
-from tailguard.bench.training import EPOCHS, UNITS, Shape
+from tailguard.bench.own_learner import EPOCHS, UNITS, Shape
 
 State = tuple[Tensor, Tensor]
 

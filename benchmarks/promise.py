@@ -2,6 +2,7 @@
 
     python benchmarks/promise.py                      20 seeds × 2 limits × 4 laws, about an hour on 2 cores
     python benchmarks/promise.py --seeds 3 --laws default
+    python benchmarks/promise.py --bounds             of the cases in --out: what each bound on the tail is worth
 
 For each seed a market of four years of hourly bars is made and cut into training, validation and test part; an agent is
 trained and calibrated exactly as `tailguard train --set risk.limit=… --set env.episode_length=192` does. One test year
@@ -9,6 +10,11 @@ holds too few bad weeks to judge a method by, so that the agent is judged by its
 episodes in 40 unseen years of the same law. The fourth law is a change: the agents of the default law, in years with
 1.5 times the volatility and half the signal. The last columns are with the throttle on. Cases that are in --out already
 are not run again.
+
+Bounds: without the throttle, the calibration alone must keep the limit. Its bound is checked in two ways. "covers" is
+how often the bound from four years cut out of an agent's unseen years contains its tail over all 40: the sampling error
+alone. "inside" is the share of agents inside the limit, had their own held-out episodes been bounded so, as if losses
+were proportional to exposure.
 """
 
 from __future__ import annotations
@@ -34,16 +40,18 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.config import RunConfig, load_config
 from tailguard.data.features import compute_features
 from tailguard.data.market_law import MarketLaw
-from tailguard.data.panel import Panel
+from tailguard.data.panel import FeatureTable, Panel
 from tailguard.data.prepare import PreparedBars
-from tailguard.data.table import FeatureTable
+from tailguard.data.splits import Split
 from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
 from tailguard.experiment.build import split_market
+from tailguard.risk.config import BoundKind
 from tailguard.risk.cvar import cvar_from_samples
+from tailguard.risk.exposure import cvar_bound
 from tailguard.risk.throttle import Throttle
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.members import Members, train_members
+from tailguard.runs.members import Member, Members, train_members
 from tailguard.runs.validation import Validation
 
 LAWS = {
@@ -58,6 +66,9 @@ BARS, YEAR, YEARS = 35_064, 8_766, 40
 LENGTH, ALPHA, SIGNAL = 192, 0.05, 8.0
 UNSEEN = 1_000_000
 """Seed of the unseen years: no agent trains on them."""
+BOUNDS: tuple[BoundKind, ...] = ("percentile", "pivotal")
+RECORD = 146
+"""Episodes in the four years less a test part that an exposure is calibrated on."""
 FACTORS = (1.0, 1.3)
 """Of the calibrated exposure: tail and growth between them and at none tell the best constant in hindsight."""
 
@@ -68,20 +79,23 @@ def settings(seed: int, limit: float, learner: str, changes: list[str]) -> RunCo
     return load_config(overrides=[*own, f"learner={learner}", *changes])
 
 
-def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
-    """Train one agent and judge it."""
-    law, seed, limit, learner, changes = case
+def train_case(
+    law: str, seed: int, limit: float, learner: str, changes: list[str]
+) -> tuple[Ensemble, Split, dict[str, Any]]:
+    """Train one agent; returns it with its bars and what is known of it before it is judged."""
     torch.set_num_threads(1)
     config = settings(seed, limit, learner, changes)
     bars = tg.make_market(BARS, seed=seed, signal=SIGNAL, law=LAWS[law]).bars
     begun, cpu = time.perf_counter(), time.process_time()
     split = split_market(config, bars)
+    assert isinstance(split, Split)
     members = Members.on(config, split.train, seed)
+    validation = Validation(members.first, split.validation)
     with tempfile.TemporaryDirectory() as folder:
         agent = train_members(
             members,
             RunFolder(Path(folder)),
-            Validation(members.first, split.validation),
+            validation,
             Console(quiet=True),
             resume=False,
             again="",
@@ -90,6 +104,20 @@ def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
     assert isinstance(agent, Ensemble)
     found: dict[str, Any] = {"law": law, "seed": seed, "limit": limit, "learner": learner}
     found |= {"exposure": agent.exposure, "seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
+    held = [
+        (Member(learner, fold).held_out(), [learner])
+        for learner, fold in zip(agent.members, members.folds, strict=True)
+    ]
+    held += [(part, list(agent.members)) for part in validation.parts]
+    outcomes = [part.trade(Ensemble(learners, agent.exposure)).measured[:, 0] for part, learners in held]
+    found |= {"held_out": torch.cat(outcomes).tolist(), "overlap": max(part.overlap for part, _ in held)}
+    return agent, split, found
+
+
+def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
+    """Train one agent and judge it."""
+    agent, split, found = train_case(*case)
+    law = case[0]
     (test,) = episodes_on(agent.spec, split.test)  # type: ignore[arg-type]
     found["test"] = test.trade(agent).measured[:, 0].tolist()
     found["true"] = judge(agent, unseen(law, SIGNAL, agent), FACTORS)
@@ -132,6 +160,7 @@ def judge(agent: Ensemble, part: HeldOutEpisodes, factors: tuple[float, ...]) ->
         found.append(
             {
                 "factor": factor,
+                "outcomes": free.tolist() if factor == 1 else [],
                 "cvar": float(cvar_from_samples(free, ALPHA)),
                 "growth": float(free.log1p().mean()) * YEAR / LENGTH,
                 "throttled_cvar": float(cvar_from_samples(held, ALPHA)),
@@ -161,6 +190,49 @@ def table(cases: list[dict[str, Any]]) -> Table:
             ]
             if own:
                 result.add_row(*_row(law, limit, own))
+    return result
+
+
+def bounds_table(cases: list[dict[str, Any]]) -> Table:
+    """What each bound on the tail is worth without the throttle."""
+    names = (
+        "law",
+        "limit",
+        "seeds",
+        "bound",
+        "covers",
+        "bound / tail",
+        "inside",
+        "in ×1.25",
+        "tail / limit",
+        "exposure",
+    )
+    result = Table(*(Column(name, justify="right", no_wrap=True) for name in names), box=None)
+    for law, limit in sorted({(case["law"], case["limit"]) for case in cases}):
+        own = [case for case in cases if (case["law"], case["limit"]) == (law, limit)]
+        for kind in BOUNDS:
+            bounds, uses, factors = [], [], []
+            for case in own:
+                judged = case["true"][0]
+                years = torch.tensor(judged["outcomes"], dtype=torch.float64)
+                for record in years[: len(years) // RECORD * RECORD].split(RECORD):
+                    bounds.append(cvar_bound(record, ALPHA, 0.9, block=2, kind=kind, resamples=200) / judged["cvar"])
+                held_out = torch.tensor(case["held_out"], dtype=torch.float64)
+                bound = cvar_bound(held_out, ALPHA, 0.9, block=2 * case["overlap"], kind=kind)
+                factors.append(limit / bound)
+                uses.append(factors[-1] * judged["cvar"] / limit)
+            result.add_row(
+                law,
+                f"{limit:.0%}",
+                str(len(own)),
+                kind,
+                f"{np.mean(np.array(bounds) >= 1):.0%}",
+                f"{statistics.median(bounds):.2f}",
+                f"{np.mean(np.array(uses) <= 1):.0%}",
+                f"{np.mean(np.array(uses) <= 1.25):.0%}",
+                f"{statistics.median(uses):.2f} ({min(uses):.2f}–{max(uses):.2f})",
+                f"×{statistics.median(factors):.2f}",
+            )
     return result
 
 
@@ -200,9 +272,13 @@ def main() -> None:
     parser.add_argument("--learner", default="pathwise", choices=("pathwise", "ppo"))
     parser.add_argument("--set", dest="changes", action="append", default=[], help="settings, as of tailguard train")
     parser.add_argument("--jobs", type=int, default=2, help="agents trained side by side, each on one thread")
+    parser.add_argument("--bounds", action="store_true", help="train nothing; judge the bounds by the cases in --out")
     parser.add_argument("--out", type=Path, default=Path("promise.jsonl"), help="one line for each case")
     given = parser.parse_args()
     done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    if given.bounds:
+        Console(width=200).print(bounds_table(done))
+        return
     known = {(case["law"], case["seed"], case["limit"], case["learner"]) for case in done}
     seeds = range(given.first, given.first + given.seeds)
     asked = [(law, seed, limit, given.learner) for law in given.laws for seed in seeds for limit in given.limits]

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import tailguard as tg
-from tailguard.bench.simulator import BATCHES, Rate, cpu_seconds, environment_rate, market_rate, rate_table
-from tailguard.bench.training import EPISODE
+from tailguard.bench.own_learner import EPISODE
+from tailguard.bench.step_rates import BATCHES, Rate, cpu_seconds, environment_rate, market_rate, rate_table
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import prepare
 from tailguard.market import MarketConfig, build_market, open_accounts, step

@@ -25,8 +25,8 @@ from plain_ppo import PlainPPO
 from rich.table import Column, Table
 
 import tailguard as tg
+from tailguard.bench.own_learner import AS_PEOPLE_RUN_IT, DEFAULTS, EPISODE, Shape, our_learner, trading_env
 from tailguard.bench.stable_baselines import RecurrentPeer
-from tailguard.bench.training import AS_PEOPLE_RUN_IT, DEFAULTS, EPISODE, Shape, our_learner, trading_env
 from tailguard.data.prepare import PreparedBars, prepare
 
 SIGNAL = 8.0

@@ -25,9 +25,7 @@ from rich.console import Console
 from target import contenders, race, result_table
 
 import tailguard as tg
-from tailguard.bench.stable_baselines import peer
-from tailguard.bench.timing import Group, Workload, add_speeds, speed_table, take_turns
-from tailguard.bench.training import (
+from tailguard.bench.own_learner import (
     AS_PEOPLE_RUN_IT,
     DEFAULTS,
     EPOCHS,
@@ -39,12 +37,14 @@ from tailguard.bench.training import (
     ours,
     trading_env,
 )
+from tailguard.bench.stable_baselines import peer
+from tailguard.bench.timing import Group, Workload, add_speeds, speed_table, take_turns
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.optim.config import VGSConfig
 
 FIRST_ITERATION = """
 import tailguard as tg
-from tailguard.bench.training import DEFAULTS, our_learner
+from tailguard.bench.own_learner import DEFAULTS, our_learner
 from tailguard.data.prepare import prepare
 our_learner(prepare(tg.make_market(20_000, seed=0).bars), DEFAULTS).iterate()
 """

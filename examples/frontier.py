@@ -107,7 +107,7 @@ def read_market(path: Path, part: str) -> PreparedBars:
 
 
 def run(limit: float | None, plan: Plan) -> dict[str, Any]:
-    """Train one agent; returns its figures in training and on the unseen years, as returns of an episode."""
+    """Train one agent; returns its metrics in training and on the unseen years, as returns of an episode."""
     torch.set_num_threads(plan.threads)
     env = tg.TradingEnv(
         read_market(plan.market, "seen"), num_envs=plan.envs, device=plan.device, episode_length=EPISODE, seed=plan.seed

@@ -140,6 +140,30 @@ def absurd(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def own_tables() -> Iterator[None]:
+    """What a test module registers in this process, as plugins do, is forgotten afterwards."""
+    from tailguard import plugins
+    from tailguard.algorithm.iteration_metrics import ITERATION
+    from tailguard.algorithm.loss_terms import LOSS_TERMS
+    from tailguard.cli import app
+    from tailguard.data.features import FEATURES
+    from tailguard.evaluate.baselines import BASELINES
+    from tailguard.market.costs import COSTS
+    from tailguard.models.critics import CRITICS
+    from tailguard.monitor.health import OWN_RULES
+    from tailguard.optim import OPTIMIZERS
+
+    tables: list[dict[Any, Any]] = [FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES]
+    tables.append(plugins._LOADED)
+    before, commands = [dict(table) for table in tables], list(app.registered_commands)
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
+    app.registered_commands[:] = commands
+
+
 @pytest.fixture(scope="session")
 def bars() -> Bars:
     """1,200 hourly bars of one synthetic asset."""

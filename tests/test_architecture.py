@@ -13,27 +13,29 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "deprecated", "errors", "flags", "memory", "places", "plugins"),
-    ("sealed", "shuffle", "validate"),
+    ("_version", "console", "deprecated", "device_ops", "errors", "memory_limits", "places", "plugins"),
+    ("sealed", "validate"),
     ("data",),
     ("market",),
     ("envs",),
-    ("models",),
     ("returns",),
+    ("models",),
     ("risk",),
     ("optim",),
+    ("robust",),
     ("monitor",),
     ("algorithm",),
     ("config",),
     ("experiment",),
     ("evaluate",),
     ("runs",),
+    ("live",),
     ("bench",),
     ("cli",),
     ("__init__",),
 )
 """Data flows this way: a module imports its own layer and the layers above this line. A name covers its submodules."""
-CORE = ("market", "envs", "models", "returns", "risk", "optim", "algorithm")
+CORE = ("market", "envs", "models", "returns", "risk", "optim", "robust", "algorithm")
 EDGES = {
     "envs.gym": "gymnasium",
     "envs.gym_spaces": "gymnasium",
@@ -188,6 +190,48 @@ def test_a_module_imports_only_layers_upstream_of_it(module: str) -> None:
     assert not wrong_imports(module, set(module_names()))
 
 
+@pytest.mark.parametrize("module", ["algorithm.learner", "algorithm.ppo", "algorithm.pathwise"])
+def test_a_learner_needs_few_other_modules(module: str) -> None:
+    """A loop that reads: it calls at most fifteen other modules, those imported inside functions included."""
+    assert len(imports_of(module, set(module_names()))) <= 15
+
+
+PARTS_OF_THEIR_OWN = {
+    "models.critics": ("Critic", "DistributionalCritic", "ScalarCritic", "QuantileCritic", "CategoricalCritic"),
+    "optim": ("UPGD", "UPGDW", "AdaptiveUPGD", "UtilityOptimizer", "Adam", "AdamW", "SGD"),
+}
+"""Rooms whose classes nobody else tells apart: what differs between them is their own behaviour."""
+
+
+def told_apart(source: str) -> set[str]:
+    """Names of the classes that a module asks for by isinstance, issubclass or `type(…) is`."""
+    named = set()
+    for node in ast.walk(ast.parse(source)):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            asked = node.args[1:]
+        elif isinstance(node, ast.Compare):
+            asked = node.comparators
+        elif isinstance(node, ast.MatchClass):
+            asked = [node.cls]
+        for part in (name for expression in asked for name in ast.walk(expression)):
+            named |= {part.id} if isinstance(part, ast.Name) else set()
+            named |= {part.attr} if isinstance(part, ast.Attribute) else set()
+    return named
+
+
+@pytest.mark.parametrize("room", PARTS_OF_THEIR_OWN)
+def test_nobody_outside_their_room_tells_critics_or_optimisers_apart(room: str) -> None:
+    elsewhere = [name for name in module_names() if name != room and not name.startswith(f"{room}.")]
+    found = {}
+    for module in elsewhere:
+        base = SOURCE.joinpath(*module.split("."))
+        path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if named := told_apart(path.read_text(encoding="utf-8")) & set(PARTS_OF_THEIR_OWN[room]):
+            found[module] = named
+    assert found == {}
+
+
 def test_every_entry_of_the_layers_is_a_module() -> None:
     known = set(module_names())
     assert not [entry for layer in LAYERS for entry in layer if entry not in known]
@@ -238,6 +282,7 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
 
 RUN_FILES = {
     *("config.yaml", "settings.json", "settings.yaml", "metrics.jsonl", "trials.jsonl", "report.html"),
+    "robustness.html",
     *("walk_forward.json", "walk_forward.html", "tensorboard", "checkpoints", "latest", ".lock"),
 }
 AMBIGUOUS = {"agent", "members", "runs"}
@@ -328,3 +373,54 @@ def test_nothing_refers_to_documents_outside_the_repository() -> None:
         for match in ELSEWHERE.finditer(line)
     ]
     assert not found
+
+
+SAME_IN_EVERY_ROOM = {"config", "registry"}
+"""Names of modules that mean the same wherever they stand: a room's settings, a room's table of parts."""
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
+def test_no_two_modules_have_one_name_but_for_the_commands_of_a_room() -> None:
+    """`cli/data.py` holds the commands of `data/`, and so on; everything else can be named without its folder."""
+    places: dict[str, list[str]] = {}
+    for module in module_names():
+        if not module.startswith("cli."):
+            places.setdefault(module.rpartition(".")[2], []).append(module)
+    twice = {name: modules for name, modules in places.items() if len(modules) > 1}
+    assert twice.keys() <= SAME_IN_EVERY_ROOM, twice
+
+
+def test_every_file_and_module_that_the_documents_name_exists() -> None:
+    root = SOURCE.parents[1]
+    named_file = re.compile(r"(?<![\w/.])((?:tests|benchmarks|examples|docs|src)/[\w/]+\.(?:py|md|json|png))")
+    room_file = re.compile(rf"`((?:{'|'.join(name for layer in LAYERS[2:] for name in layer)})/[\w/]+\.py)`")
+    named_module = re.compile(r"\btailguard((?:\.[a-z_0-9]+)+)")
+    known = {*module_names(), ""}
+    missing = []
+    for path in [
+        *root.glob("*.md"),
+        *(root / "docs").rglob("*.md"),
+        *SOURCE.rglob("*.py"),
+        *root.glob("tests/**/*.py"),
+    ]:
+        if path in (Path(__file__), SOURCE / "deprecated.py", root / "tests/test_deprecated.py", root / "CHANGELOG.md"):
+            continue
+        text = path.read_text(encoding="utf-8")
+        missing += [f"{path.name}: {name}" for name in named_file.findall(text) if not (root / name).exists()]
+        if path.suffix == ".md":
+            missing += [f"{path.name}: {name}" for name in room_file.findall(text) if not (SOURCE / name).exists()]
+            # A name in `tailguard` itself, a function or a method may follow the module.
+            missing += [
+                f"{path.name}: tailguard{name}"
+                for name in named_module.findall(text)
+                if name.count(".") > 1 and name[1:] not in known and name[1:].rpartition(".")[0] not in known
+            ]
+    assert not missing

@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tailguard.deprecated import MOVED
+from tailguard.optim import UPGD, VarianceGradientScaler
+from tailguard.risk import CVaRConstraint, RiskConfig
 
 OLD_NAMES = [(module, name) for module, names in MOVED.items() for name in names]
 
@@ -42,3 +45,19 @@ def test_the_documented_imports_of_before_work_and_point_to_the_caller() -> None
         "<string>:3:",
         "<string>:4:",
     ]
+
+
+def test_a_renamed_method_gives_what_the_new_one_gives_and_says_so() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = UPGD([weight], lr=0.1)
+    scaler = VarianceGradientScaler(torch.optim.SGD([weight], lr=0.1))
+    weight.grad = torch.tensor([0.5, 0.25])
+    scaler.update_statistics()
+    optimizer.step()
+    for named in (optimizer, scaler, CVaRConstraint(RiskConfig(limit=-0.04))):
+        kind = type(named).__name__
+        with pytest.warns(DeprecationWarning, match=rf"{kind}\.figures is now {kind}\.metrics"):
+            old = named.figures()
+        new = named.metrics()
+        assert set(old) == set(new) != set()
+        assert all(torch.equal(old[name].nan_to_num(7.0), new[name].nan_to_num(7.0)) for name in new)

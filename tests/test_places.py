@@ -13,13 +13,13 @@ import torch
 
 from tailguard.config import RunConfig, load_config
 from tailguard.data.synthetic import make_market
-from tailguard.envs.mapped_market import open_market
+from tailguard.envs.prepared_market import open_market
 from tailguard.errors import ConfigError
 from tailguard.evaluate.trials import Trial, read_trials, record_trial
 from tailguard.experiment.settings import edited_settings
 from tailguard.places import lock, new_folder, put_in_place, read_plain, recover, write_synced
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.preparing import prepare_market
+from tailguard.runs.prepare_market import prepare_market
 from tailguard.runs.walk_forward import _read_plan
 from tailguard.sealed import read_sealed, write_sealed
 
@@ -123,10 +123,26 @@ def test_only_leftovers_of_this_place_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*others, ".place.2.partial"}
 
 
-def test_a_system_without_locks_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fcntl", None)  # importing it fails, as on Windows
-    with (tmp_path / "file").open("w") as file, pytest.raises(ImportError, match="on Windows, use WSL"):
-        lock(file.fileno())
+WITHOUT_POSIX = """
+import sys
+sys.modules["fcntl"] = None  # importing it fails, as on Windows
+import tailguard as tg
+agent = tg.DistributionalPPO(tg.TradingEnv(tg.make_market(900, seed=0).bars, num_envs=2, episode_length=16), n_steps=16)
+try:
+    if sys.argv[1] == "save":
+        agent.save("agent")
+    else:
+        import tailguard.runs.runner
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("work", ["save", "run"])
+def test_a_system_without_locks_of_folders_is_told_what_is_missing(tmp_path: Path, work: str) -> None:
+    command = [sys.executable, "-c", WITHOUT_POSIX, work]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.stdout.endswith("On Windows, use WSL\n"), run.stderr
 
 
 KILLED_PREPARE = """

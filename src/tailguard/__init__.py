@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
     from tailguard.data.features import compute_features as compute_features
+    from tailguard.data.published import with_published as with_published
     from tailguard.data.registry import feature as feature
     from tailguard.data.sources import load_bars as load_bars
     from tailguard.data.splits import split_bars as split_bars
     from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
-    from tailguard.envs.mapped_market import open_market as open_market
+    from tailguard.envs.prepared_market import open_market as open_market
+    from tailguard.envs.randomisation import Randomisation as Randomisation
     from tailguard.envs.trading import TradingEnv as TradingEnv
     from tailguard.errors import BarsError as BarsError
     from tailguard.errors import BarsWarning as BarsWarning
@@ -43,6 +45,7 @@ _PUBLIC = {
     "Ensemble": "tailguard.algorithm.ensemble",
     "MarketConfig": "tailguard.market.config",
     "PathwiseLearner": "tailguard.algorithm.pathwise",
+    "Randomisation": "tailguard.envs.randomisation",
     "RiskConfig": "tailguard.risk.config",
     "TailguardError": "tailguard.errors",
     "TradingEnv": "tailguard.envs.trading",
@@ -51,10 +54,11 @@ _PUBLIC = {
     "feature": "tailguard.data.registry",
     "split_bars": "tailguard.data.splits",
     "walk_forward": "tailguard.data.splits",
+    "with_published": "tailguard.data.published",
     "load_agent": "tailguard.algorithm.ensemble",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",
-    "open_market": "tailguard.envs.mapped_market",
+    "open_market": "tailguard.envs.prepared_market",
 }
 
 __all__ = [*sorted(_PUBLIC), "__version__"]

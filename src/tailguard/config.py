@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,18 +21,23 @@ import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.envs.episodes import REWARDS, Reward
+from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
+from tailguard.market.presets import PRESETS, preset_settings
 from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 from tailguard.validate import check_choice, check_count, check_range
 
 LearnerKind = Literal["ppo", "pathwise"]
-Select = Literal["auto", "best", "last"]
+Select = Literal["auto", "best", "last", "ensemble"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
+TABLES = ("market.per_symbol", "data.delistings")
+"""Settings that are tables by names of the user's choice."""
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
 
@@ -45,10 +50,24 @@ class DataConfig:
     """File or folder of bars; null: a synthetic market, to try Tailguard without data."""
     symbols: tuple[str, ...] = ()
     """Symbols to use; empty: all of them."""
+    calendar: str = "auto"
+    """When the market trades: 24/7, auto (inferred from the bars), fx, a name of exchange_calendars like XNYS, or a
+    .csv or .parquet file of sessions. Annualisation, durations and missing bars follow it."""
+    universe: Literal["common", "ragged"] = "common"
+    """Several symbols in one account: common trades the times that all have; in ragged ones members are listed, halted
+    and delisted, and weights of absent ones are 0."""
+    delistings: dict[str, float] = field(default_factory=dict, hash=False)
+    """Price of a symbol after its last bar in a ragged universe, as {ENRON: 0.26}; else its last close."""
     gaps: Literal["error", "split"] = "error"
     """Missing bars: an error, or a split into segments, so that no episode crosses a gap."""
     volume_unit: Literal["base", "quote"] = "base"
     """What the volume column counts: coins (base) or money (quote)."""
+    adjust: Literal["none", "splits", "dividends", "all"] = "none"
+    """Adjust prices for splits, dividends or both, from columns of the bars or from events; none: as they are."""
+    events: str | None = None
+    """File of dividends and splits: the columns date, dividend, split and symbol; null: columns of the bars."""
+    published: str | None = None
+    """File of further values for features, with their publication times in a column `published`; null: none."""
     validation: float | str = 0.15
     """Size of the validation part: a fraction, or a duration like 180d."""
     test: float | str = 0.15
@@ -64,6 +83,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.gaps", self.gaps, ("error", "split"))
+        check_choice("data.universe", self.universe, ("common", "ragged"))
+        check_choice("data.adjust", self.adjust, ("none", "splits", "dividends", "all"))
         check_choice("data.volume_unit", self.volume_unit, ("base", "quote"))
         check_count("data.synthetic_bars", self.synthetic_bars, low=1_000)
         check_range("data.synthetic_signal", self.synthetic_signal, low=0, high=50)
@@ -81,10 +102,15 @@ class EnvConfig:
     """All symbols in one account, or a separate account for each symbol."""
     reward: Reward = "log"
     """log of net equity growth, simple growth, or pnl as a share of the episode's first equity."""
+    flat_by_close: bool = False
+    """Sell everything at the open of each session's last bar, so that no position is carried over a night or weekend;
+    for bars shorter than a day."""
     shield_shock: float = 0.0
     """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
     """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """Random variation of the training episodes; evaluations are without it."""
 
     def __post_init__(self) -> None:
         check_count("env.num_envs", self.num_envs, low=0)
@@ -113,10 +139,11 @@ class TrainingConfig:
     """CPU threads; 0 uses PyTorch's default."""
     members: int = 0
     """Agents that are trained and act as their mean, each without one fold of the training part, which then shows its
-    tail on bars it has not seen; 0: 4 where risk.limit is set, else 1."""
+    tail on bars it has not seen; 0: 4 where risk.limit is set or select is ensemble, else 1."""
     select: Select = "auto"
-    """Which agent is the result: best on the validation part, or last; auto: last where the exposure is calibrated on
-    the validation part (risk.confidence), which must then have no part in the choice, else best."""
+    """Which agent is the result: best on the validation part, last, or ensemble, the mean of several at their last
+    states (members); auto: last where the exposure is calibrated on the validation part (risk.confidence), which must
+    then have no part in the choice, else best."""
     evaluation_steps: int = 0
     """Environment steps between two evaluations on the validation part; 0: a tenth of the run."""
     patience: int = 0
@@ -137,6 +164,11 @@ class TrainingConfig:
         check_count("training.members", self.members, low=0)
         check_range("training.members", self.members, high=64)
         check_choice("training.select", self.select, get_args(Select))
+        if self.select == "ensemble" and self.members == 1:
+            raise ConfigError(
+                "training.select: ensemble is the mean of several agents, and training.members is 1; set it to 2 or "
+                "more, or to 0 for 4"
+            )
         check_count("training.evaluation_steps", self.evaluation_steps, low=0)
         check_count("training.patience", self.patience, low=0)
         check_count("training.checkpoint_steps", self.checkpoint_steps, low=0)
@@ -162,6 +194,8 @@ class RunConfig:
     """Gradients through the market and the network; used when learner is pathwise."""
     risk: RiskConfig = field(default_factory=RiskConfig)
     """The tail-risk (CVaR) budget."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """Training against attacks on the observations, and under faults of the feed; off by default."""
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """Length, device and checkpoints of a run."""
     plugins: tuple[str, ...] = ()
@@ -170,6 +204,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
+        other = self.ppo if self.learner == "pathwise" else self.pathwise
+        if other.loss_terms:
+            raise ConfigError(
+                f"{other.section}.loss_terms: {', '.join(other.loss_terms)} would have no effect, because the learner "
+                f"is {self.learner}; set learner to {other.section}, or name them in {self.learner}.loss_terms"
+            )
 
     @property
     def chosen(self) -> LearnerConfig:
@@ -185,7 +225,9 @@ class RunConfig:
 
     @property
     def select(self) -> Select:
-        """Which agent is the result: best or last."""
+        """Which state of each agent is the result: best or last."""
+        if self.training.select == "ensemble":
+            return "last"
         if self.training.select != "auto":
             return self.training.select
         return "last" if self.risk.limit is not None and self.risk.confidence > 0 else "best"
@@ -193,7 +235,8 @@ class RunConfig:
     @property
     def members(self) -> int:
         """Number of agents to train."""
-        return self.training.members or (DEFAULT_MEMBERS if self.risk.limit is not None else 1)
+        several = self.risk.limit is not None or self.training.select == "ensemble"
+        return self.training.members or (DEFAULT_MEMBERS if several else 1)
 
 
 def load_config(
@@ -210,18 +253,21 @@ def load_config(
     """
     settings: dict[str, Any] = to_dict(base or RunConfig())
     source = "settings" if path is None else str(path)
-    if path is not None:
-        _merge(settings, _read_yaml(path), source)
-    steps = [(source, copy.deepcopy(settings))]
+    layers = [(source, {} if path is None else _read_yaml(path))]
     for override in overrides:
-        source = f"--set {_short(override, quoted=False)}"
         key, separator, value = override.partition("=")
+        named = f"--set {_short(override, quoted=False)}"
         if not separator or not key.strip():
-            raise ConfigError(f"{source}: write it as section.key=value, for example ppo.gamma=0.995")
-        nested: Any = _parse_yaml(value, f"{source}: the value")
+            raise ConfigError(f"{named}: write it as section.key=value, for example ppo.gamma=0.995")
+        nested: Any = _parse_yaml(value, f"{named}: the value")
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        _merge(settings, nested, source)
+        layers.append((named, nested))
+    # Below everything that is given, so that explicit settings win wherever they stand.
+    settings["market"] |= _preset_below(given for _, given in layers)
+    steps = []
+    for source, given in layers:
+        _merge(settings, given, source)
         steps.append((source, copy.deepcopy(settings)))
     plugins = settings["plugins"]
     named_by = next(source for source, so_far in steps if so_far["plugins"] == plugins)
@@ -235,10 +281,22 @@ def load_config(
             try:
                 _build(so_far, source)
             except ConfigError as error:
-                found = error
+                failure = error
             else:
                 break
-        raise found from None
+        raise failure from None
+
+
+def _preset_below(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of the market preset that the last of the layers names."""
+    found: dict[str, Any] = {}
+    for given in layers:
+        market = given.get("market")
+        name = market.get("preset") if isinstance(market, Mapping) else None
+        if isinstance(name, str) and name in PRESETS:
+            defaults = dataclasses.asdict(MarketConfig())
+            found = {key: defaults[key] for usual in PRESETS.values() for key in usual} | preset_settings(name)
+    return found
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -329,12 +387,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    found = _parse_yaml(text, str(path))
-    if found is None:
+    sections = _parse_yaml(text, str(path))
+    if sections is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(found).__name__}")
-    return found
+    if not isinstance(sections, dict):
+        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(sections).__name__}")
+    return sections
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -376,19 +434,38 @@ def _parse_yaml(text: str, what: str) -> Any:
             loader.dispose()
 
 
+OPEN_TABLES = ("market.extra_costs", "ppo.loss_terms", "pathwise.loss_terms")
+"""Settings that hold what plugins register, by names that are checked when the plugins have been loaded."""
+
+
 def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, prefix: str = "") -> None:
-    """Overwrite settings with the given values, in place; every key must exist already."""
+    """Overwrite settings with the given values, in place; every key must exist already, except in open tables."""
     for name, value in given.items():
         key = f"{prefix}{name}"
+        if prefix.removesuffix(".") in OPEN_TABLES:
+            settings[name] = value
+            continue
         if name not in settings:
             command = f"tailguard config {prefix.split('.')[0]}".strip()
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")
         if isinstance(settings[name], dict):
             if not isinstance(value, dict):
                 raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {_short(value)}")
+            if key in TABLES:
+                settings[name] = _joined(settings[name], value)
+                continue
             _merge(settings[name], value, source, f"{key}.")
         else:
             settings[name] = _as_count(value) if type(settings[name]) is int else value
+
+
+def _joined(table: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Two tables of tables as one; what is given wins."""
+    joined = dict(table)
+    for name, value in given.items():
+        both = isinstance(value, dict) and isinstance(joined.get(name), dict)
+        joined[name] = {**joined[name], **value} if both else value
+    return joined
 
 
 def _as_count(value: Any) -> Any:

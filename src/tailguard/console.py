@@ -32,16 +32,16 @@ class SteadyOutput(io.TextIOWrapper):
         try:
             return super().write(text)
         except OSError as error:
-            self._let_go(error)
+            self._drop_stream(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError as error:
-            self._let_go(error)
+            self._drop_stream(error)
 
-    def _let_go(self, error: OSError) -> None:
+    def _drop_stream(self, error: OSError) -> None:
         if error.errno not in LOST:
             raise error
         # Buffered output is dropped too, so no later flush raises the error again.

@@ -8,13 +8,36 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 MOVED = {
+    "tailguard.algorithm.callbacks": {
+        "Callback": "tailguard.monitor.callbacks.Callback",
+        "CallbackProtocol": "tailguard.monitor.callbacks.CallbackProtocol",
+        "EveryIteration": "tailguard.monitor.callbacks.EveryIteration",
+        "make_callback": "tailguard.monitor.callbacks.make_callback",
+        "make_callbacks": "tailguard.monitor.callbacks.make_callbacks",
+    },
+    "tailguard.data.table": {
+        "FeatureTable": "tailguard.data.panel.FeatureTable",
+    },
+    "tailguard.envs.mapped_market": {
+        "MappedBars": "tailguard.envs.prepared_market.MappedBars",
+        "PreparedMarket": "tailguard.envs.prepared_market.PreparedMarket",
+        "is_prepared_market": "tailguard.envs.prepared_market.is_prepared_market",
+        "open_market": "tailguard.envs.prepared_market.open_market",
+    },
+    "tailguard.memory": {
+        "free_memory": "tailguard.memory_limits.free_memory",
+        "keep_freed_memory": "tailguard.memory_limits.keep_freed_memory",
+    },
+    "tailguard.runs.preparing": {
+        "prepare_market": "tailguard.runs.prepare_market.prepare_market",
+    },
     "tailguard.evaluate.calibration": {
         "Calibration": "tailguard.evaluate.prediction_calibration.Calibration",
         "RiskBudget": "tailguard.evaluate.budget.BudgetCheck",
@@ -48,6 +71,22 @@ MOVED = {
     },
 }
 """By module that no longer exists: its names, and where each is now."""
+
+
+def renamed_method(old: str, new: str) -> Callable[..., Any]:
+    """A method under its old name, for the body of a class: `figures = renamed_method("figures", "metrics")`."""
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}.{old} is now {name}.{new}; the old name will be removed in the next version",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self, new)(*arguments, **options)
+
+    call.__doc__ = f"Deprecated: `{new}`."
+    return call
 
 
 class _MovedModule(ModuleType):

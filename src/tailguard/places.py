@@ -4,6 +4,10 @@ A folder is written next to its destination as `.<name>.<process>.partial` and r
 that it replaces is first renamed to `.<name>.<process>.old`. If the process is killed between the two renames,
 `recover` restores the old folder. A writer holds a lock on its folder, which the system releases however the process
 ends; so leftovers of dead processes can be distinguished from the work of running ones.
+
+The lock is on the open folder itself, not on a path beside it (as with the package filelock): it follows the folder
+through its renames and leaves no file behind. Windows has neither locks nor flushes of folders, so runs and saved
+agents need Linux or macOS, and say so.
 """
 
 from __future__ import annotations
@@ -18,23 +22,32 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows: files are refused when they are first needed, see `require_posix`
+    fcntl = None  # type: ignore[assignment]
+
 PATIENCE = 2.0
 """Seconds to wait for a running process that is between two renames."""
 
 
 def lock(descriptor: int, *, wait: bool = False) -> bool:
     """Take the lock of an open file or folder; False if another process holds it."""
-    try:
-        import fcntl
-    except ImportError as error:
-        raise ImportError(
-            "Tailguard's runs need a POSIX system, Linux or macOS, for file locks (fcntl); on Windows, use WSL"
-        ) from error
+    require_posix()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     return True
+
+
+def require_posix() -> None:
+    """Raise ImportError on Windows, with the reason and the way out."""
+    if fcntl is None:
+        raise ImportError(
+            "Tailguard's runs and saved agents need Linux or macOS: Windows has no locks of folders "
+            "(fcntl) and cannot flush their renames to disk. On Windows, use WSL"
+        )
 
 
 @contextlib.contextmanager
@@ -109,10 +122,12 @@ def _leftovers(place: Path) -> list[tuple[Path, str]]:
     """Folders that processes have left next to the place, `.old` ones first."""
     name = re.compile(re.escape(f".{place.name}.") + r"\d+\.(partial|old)")
     try:
-        found = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
+        leftovers = [(path, match[1]) for path in place.parent.iterdir() if (match := name.fullmatch(path.name))]
     except OSError:
         return []
-    return sorted(((path, kind) for path, kind in found if _is_folder(path)), key=lambda one: (one[1] != "old", one[0]))
+    return sorted(
+        ((path, kind) for path, kind in leftovers if _is_folder(path)), key=lambda one: (one[1] != "old", one[0])
+    )
 
 
 def _is_folder(path: Path) -> bool:
@@ -125,6 +140,7 @@ def _is_folder(path: Path) -> bool:
 @contextlib.contextmanager
 def _taken(folder: Path) -> Iterator[bool]:
     """Whether the folder's lock is ours, for as long as it is entered; never where the file system has no locks."""
+    require_posix()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
@@ -145,6 +161,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 def read_plain(path: Path) -> bytes:
     """The bytes of a plain file. Raises OSError for a pipe or a device, which may have no end, even behind a link."""
+    require_posix()
     # A pipe that nobody writes to would block the opening.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
@@ -180,6 +197,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Flush the folder's entries to disk: a rename is durable only after this."""
+    require_posix()
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

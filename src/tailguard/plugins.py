@@ -129,8 +129,8 @@ def _find_module(name: str) -> ModuleSpec | None:
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
         within = None if depth == 1 else list(spec.submodule_search_locations or ()) if spec else []
-        found = (finder.find_spec(".".join(parts[:depth]), within) for finder in sys.meta_path)
-        spec = next((each for each in found if each is not None), None)
+        specs = (finder.find_spec(".".join(parts[:depth]), within) for finder in sys.meta_path)
+        spec = next((each for each in specs if each is not None), None)
         if spec is None:
             return None
     return spec
@@ -174,7 +174,7 @@ def _run_file(plugin: Plugin, source: bytes) -> None:
 
 
 def _place(plugin: Plugin, error: BaseException) -> str:
-    """The plugin's file and the last of its lines that was running."""
+    """The plugin's file and the line in it that failed."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path == plugin.path or plugin.path in path.parents:

@@ -103,14 +103,14 @@ def read_regular(path: Path, largest: int) -> bytes:
             raise CheckpointError(f"{path}: a symbolic link; links are not followed") from error
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path}: not a plain file")
-        if found.st_size > largest:
-            raise CheckpointError(f"{path}: {found.st_size:,} bytes; at most {largest:,} are read")
+        if status.st_size > largest:
+            raise CheckpointError(f"{path}: {status.st_size:,} bytes; at most {largest:,} are read")
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             # Not `largest`: read() would allocate that much memory first, however small the file is.
-            return file.read(found.st_size + 1)
+            return file.read(status.st_size + 1)
     finally:
         os.close(descriptor)
 
@@ -132,9 +132,9 @@ def _read_manifest(folder: Path, names: Collection[str] | None) -> dict[str, Any
     if not folder.exists():
         recover(folder)
     manifest: dict[str, Any] = parse_json(path, read_regular(path, LARGEST_MANIFEST))
-    found = manifest.get("format") if isinstance(manifest, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f"{path}: format {found!r}; this version of Tailguard reads format {FORMAT}")
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(f"{path}: format {version!r}; this version of Tailguard reads format {FORMAT}")
     stated = manifest.pop("sha256", None)
     if stated != _digest(_canonical(manifest)):
         raise CheckpointError(f"{path}: its content does not match its own SHA-256; the file has been changed")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tailguard.errors import ConfigError
 
@@ -39,3 +40,16 @@ def check_count(name: str, value: int, low: int = 1) -> None:
         raise ConfigError(f"{name}: {value!r} is not a whole number")
     if value < low:
         raise ConfigError(f"{name}: {value} is out of range; it must be at least {low}")
+
+
+def check_registered(name: str, value: object, known: Iterable[str], register: str) -> None:
+    """Raise unless `value` is one of the `known` names of a registry; `register` is the function that adds to it."""
+    names = list(known)
+    if value in names:
+        return
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.5) if isinstance(value, str) else []
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{name}: {value!r} is not one of {', '.join(names) or 'those registered, of which there are none'}. {hint}"
+        f"Register your own with {register}; for the command line, in a file that the setting plugins names"
+    )

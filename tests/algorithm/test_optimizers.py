@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 from tailguard.algorithm.optimizers import OptimizerState
 from tailguard.errors import ConfigError
 from tailguard.optim import UPGD, UPGDW, AdaptiveUPGD
-from tailguard.optim.config import OptimizerKind, UPGDConfig, VGSConfig
+from tailguard.optim.config import UPGDConfig, VGSConfig
 
-KINDS = get_args(OptimizerKind)
+KINDS = ("adam", "adamw", "upgd", "adaptive_upgd", "upgdw")
 ONE_STEP = {"minibatch_size": 1000, "epochs": 1, "learning_rate": 0.01}
 """A single optimiser step an iteration."""
 

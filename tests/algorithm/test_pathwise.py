@@ -577,3 +577,23 @@ def test_five_assets_are_learned_at_once() -> None:
             for k in range(5)]  # fmt: skip
     assert min(each) > 0.2, each
     assert metrics["rollout/ep_pnl_mean"] > 0.02
+
+
+def test_a_violation_of_five_times_the_limit_does_not_last_a_million_steps(bars: tg.Bars) -> None:
+    """An agent that learned without a limit, and then under one that it breaks by more than five times."""
+    sizes: dict[str, Any] = {"n_steps": 32, "hidden": (6,), "lstm_size": 5, "quantiles": 8}
+    free = PathwiseLearner(make_env(bars, 128, stagger=None), risk=tg.RiskConfig(limit=-0.9, alpha=0.2), **sizes)
+    free.learn(40 * 128 * 32)
+    tail = free.metrics["risk/cvar_realised"]
+    limit = tail / 6
+    assert limit < 0
+    bound = PathwiseLearner(make_env(bars, 128, stagger=None), risk=tg.RiskConfig(limit=limit, alpha=0.2), **sizes)
+    bound.set_parameters(free.get_parameters())
+    tails = []
+    while bound.num_timesteps < 1_000_000 and (not tails or tails[-1] < limit):
+        tails.append(bound.iterate()["risk/cvar_realised"])
+    broken = 128 * 32 * sum(tail < 5 * limit for tail in tails)
+    assert tails[0] < 5 * limit
+    assert broken < 100_000
+    # It does not stay just inside five times either: the limit itself is reached.
+    assert tails[-1] >= limit

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tailguard.bench.training import Shape, trading_env
+from tailguard.bench.own_learner import Shape, trading_env
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.synthetic import make_market
 
@@ -100,3 +102,36 @@ def test_the_optimum_holds_its_own_share_and_a_flat_account_none(load: Any) -> N
     long = target.mean_growth(task.evaluation, lambda obs, _: torch.ones(len(obs), 1))
     assert flat == 0.0
     assert task.best > max(flat, long)
+
+
+def test_the_fitted_tail_is_that_of_the_law_it_assumes(load: Any) -> None:
+    """Exponential losses: the mean beyond the 95 % quantile is 1 + log 20. Student-t₃: 3.874 beyond 2.353 (SciPy)."""
+    from scipy import stats
+
+    pareto_cvar = load("coverage").pareto_cvar
+    draw = np.random.default_rng(0)
+    losses = draw.exponential(size=(4, 200_000))
+    np.testing.assert_allclose(pareto_cvar(-losses), -(1 + math.log(20)), rtol=0.02)
+    heavy = stats.t(3)
+    expected = heavy.expect(lambda x: x, lb=heavy.ppf(0.95)) / 0.05
+    np.testing.assert_allclose(pareto_cvar(heavy.rvs(size=(4, 200_000), random_state=1)), -expected, rtol=0.03)
+
+
+def test_differences_of_regularisations_are_paired_by_seed(load: Any) -> None:
+    """An option that adds 0.1 to every seed's growth has that difference without any spread."""
+    regularisation = load("regularisation")
+    draw = np.random.default_rng(0)
+    cases = []
+    for seed in range(8):
+        growth = float(draw.uniform(0.5, 2.0))
+        for option, more in ((regularisation.DEFAULT, 0.0), ("dropout 0.2", 0.1)):
+            judged = [
+                {"cvar": -0.03 * factor, "growth": (growth + more) * factor, "throttled_growth": growth + more}
+                for factor in (1.0, 1.3)
+            ]
+            cases.append({"option": option, "seed": seed, "limit": -0.04, "true": judged})
+    # Linear in the exposure: at the limit, which is 4/3 of it, growth is 4/3 as large.
+    assert regularisation.measures(cases[0])[0] == pytest.approx(4 / 3 * cases[0]["true"][0]["growth"])
+    rows = list(zip(*(column.cells for column in regularisation.table(cases).columns), strict=True))
+    assert [row[:2] for row in rows] == [(regularisation.DEFAULT, "8"), ("dropout 0.2", "8")]
+    assert rows[1][2:5] == ("+0.13 (+0.13 to +0.13)", "+0.00 (+0.00 to +0.00)", "+0.10 (+0.10 to +0.10)")

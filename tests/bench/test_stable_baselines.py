@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tailguard.bench.own_learner import Shape
 from tailguard.bench.stable_baselines import RecurrentPeer, WholeSequencePolicy
-from tailguard.bench.training import Shape
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.synthetic import make_market
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from tailguard.bench.own_learner import Shape
 from tailguard.bench.timing import Workload, speed_of, take_turns, torch_threads
-from tailguard.bench.training import Shape
 
 
 def test_candidates_take_turns_and_only_counted_turns_count() -> None:

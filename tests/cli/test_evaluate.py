@@ -150,6 +150,75 @@ def test_bars_of_the_training_are_called_that_and_no_skill_is_claimed(folder: Pa
     assert "WARNING" not in run("backtest", folder)
 
 
+def test_a_disturbed_agent_stands_beside_the_clean_one(folder: Path, tmp_path: Path) -> None:
+    """Table, figures and page of two feeds and two sizes of an attack; the numbers are those of the Python calls."""
+    page = tmp_path / "page.html"
+    options = (
+        "--feed",
+        "late:2",
+        "--feed",
+        "volume+fee:3",
+        "--attack",
+        "random",
+        "--epsilon",
+        "0.1,0.3",
+        "--out",
+        page,
+    )
+    shown = run("backtest", folder, *options)
+    agent, config = tg.DistributionalPPO.load(folder / "agent"), load_config(folder / "config.yaml")
+    bars = tg.split_bars(tg.load_bars(config.data.path), validation=0.15, test=0.15, embargo="1d").test
+    names = ["clean", "late:2", "volume:10@0.05+fee:3", "random ε 0.1", "random ε 0.3"]
+    rows = [line for line in shown.splitlines() if line.startswith(tuple(names))]
+    assert len(rows) == 5
+    assert f"page     {page}" in shown.replace("\n", "")
+    figures = json.loads(run("backtest", folder, *options, "--json", "-"))
+    assert [case["name"] for case in figures["cases"]] == names
+    for case, feed in zip(figures["cases"], (None, "late:2", "volume+fee:3"), strict=False):
+        expected = tg.backtest(agent, bars, feed=feed)
+        assert case["metrics"]["total_return"] == pytest.approx(expected.metrics["total_return"], abs=1e-12)
+        assert case["metrics"]["cost_fee_per_year"] == pytest.approx(expected.costs_per_year["fee"], abs=1e-12)
+    moved = [case["position_change"] for case in figures["cases"]]
+    assert moved[0] == 0
+    assert moved[4] > moved[3] > 0
+    text = page.read_text(encoding="utf-8")
+    assert "clean and disturbed" in text
+    assert text.count('class="plot"') == 2  # the faults, and the attack against its size
+    assert "https://" not in text.split("<script>")[0]
+
+
+def test_the_page_of_faults_is_in_the_run_unless_a_place_is_given(folder: Path) -> None:
+    run("backtest", folder, "--feed", "late:1", "--split", "validation")
+    assert (folder / "robustness.html").stat().st_size < 10e6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--feed", "lately:2"), "no fault 'lately'. Did you mean late?"),
+        (("--feed", "late:9"), "9 is out of range (1 to 3)"),
+        (("--attack", "tickle"), "--attack: 'tickle'"),
+        (("--attack", "pgd", "--epsilon", "much"), "--epsilon much: give numbers"),
+        (("--attack", "pgd", "--epsilon", "-1"), "--epsilon: -1 is out of range"),
+        (("--epsilon", "0.1"), "name one, as --attack pgd"),
+        (("--feed", "late:1", "--csv", "x.csv"), "use --json"),
+        (("--out", "x.html"), "--out: is the page of --feed and --attack"),
+    ],
+)
+def test_mistakes_about_faults_and_attacks_end_with_status_2(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tailguard", "backtest", str(folder), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

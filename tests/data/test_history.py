@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 
 from tailguard.data.bars import Bars
+from tailguard.data.disk.import_bars import import_bars
 from tailguard.data.findings import Check
-from tailguard.data.import_bars import import_bars
 from tailguard.data.readiness import check_history
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import split_bars, walk_forward

@@ -11,7 +11,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from tailguard.data.pieces import read_pieces
+from tailguard.data.disk.read_pieces import read_pieces
 from tailguard.data.sources import load_bars
 from tailguard.errors import BarsError
 
@@ -22,7 +22,7 @@ import resource, sys
 from pathlib import Path
 from tailguard.data.sources import load_bars
 from tailguard.errors import BarsError
-from tailguard.memory import _kilobytes
+from tailguard.memory_limits import _kilobytes
 used = int(_kilobytes(Path("/proc/self/status"), "VmData"))
 resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[2]), -1))
 try:

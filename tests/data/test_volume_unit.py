@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailguard.data.validation import validate
+from tailguard.data.check_bars import validate
 from tailguard.data.volume_unit import check_volume_unit, find_unit_switches, typical_price
 
 HOUR = timedelta(hours=1)

@@ -12,7 +12,7 @@ import tailguard as tg
 from tailguard.config import load_config
 from tailguard.data.bars import Bars
 from tailguard.envs.spec import TradingSpec, TrainingBars
-from tailguard.runs.preparing import prepare_market
+from tailguard.runs.prepare_market import prepare_market
 
 
 def test_the_training_bars_are_those_that_can_be_traded(bars: Bars) -> None:

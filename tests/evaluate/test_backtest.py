@@ -17,8 +17,10 @@ from tailguard.envs.shield import Shield
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import HOLD, Moment
+from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
+from tailguard.evaluate.metrics import cvar
 from tailguard.market import MarketConfig, build_market, open_accounts, step
-from tailguard.risk.exposure import Exposure
+from tailguard.risk.exposure import Exposure, calibrate_exposure
 from tailguard.risk.throttle import Throttle
 
 
@@ -381,3 +383,58 @@ def test_losses_before_a_gap_reach_the_throttle(bars: tg.Bars) -> None:
         end = min(begin + 48, len(found.net))
         throttle.observe(found.equity[end] / found.equity[begin] - 1)
     assert 0 < found.metrics["throttled"] < 1
+
+
+def doubled_from(bars: tg.Bars, row: int) -> tg.Bars:
+    """The bars with all returns after this row twice as large."""
+    anchor = float(bars.frame["close"][row - 1])
+    late = pl.int_range(pl.len()) >= row
+    larger = [
+        pl.when(late).then(pl.col(name) ** 2 / anchor).otherwise(pl.col(name)).alias(name)
+        for name in ("open", "high", "low", "close")
+    ]
+    return replace(bars, frame=bars.frame.with_columns(*larger))
+
+
+def test_volatility_that_doubles_overnight_breaks_the_limit_only_for_a_while() -> None:
+    """A trained agent, calibrated on a calm market and backtested through the change: four months before it, ten after.
+
+    With both volatility scaling and the throttle the tail of all windows after the change is at the limit, and inside
+    it after 30 days, which the scaling and the throttle need to notice; with neither it is half as deep again.
+    """
+    limit, length, change = -0.01, 24, 3_000
+    after = doubled_from(tg.make_market(10_000, seed=200, signal=20.0).bars, change)
+    held = tg.make_market(6_000, seed=100, signal=20.0).bars
+    tails = {}
+    for half_life in (48, 0):
+        env = tg.TradingEnv(
+            tg.make_market(8_000, seed=0, signal=20.0).bars,
+            num_envs=128,
+            episode_length=length,
+            features=["return_1", "return_24", "taker_imbalance_1", "taker_imbalance_6"],
+            volatility_half_life=half_life,
+        )
+        agent = tg.PathwiseLearner(env, risk=tg.RiskConfig(limit=limit, alpha=0.1), hidden=(8,), lstm_size=8)
+        agent.learn(30 * 128 * length)
+        (part,) = episodes_on(agent.spec, held)
+
+        def outcomes_at(
+            exposure: float, part: HeldOutEpisodes = part, agent: tg.PathwiseLearner = agent
+        ) -> torch.Tensor:
+            return part.trade(Ensemble([agent], exposure)).measured
+
+        exposure = calibrate_exposure(outcomes_at, limit, alpha=0.1, overlap=8)
+        on = half_life > 0
+        result = tg.backtest(Ensemble([agent], exposure, throttled=True), after, throttle=on)
+        ends = result.equity[::length]
+        windows = ends[1:] / ends[:-1] - 1
+        calm = change // length
+        tails[on] = [cvar(part, 0.1) / limit for part in (windows[:calm], windows[calm:], windows[calm + 30 :])]
+        assert (result.throttle is not None) == on
+    before, all_after, later = tails[True]
+    assert before <= 1
+    assert all_after <= 1.05
+    assert later <= 1
+    before, all_after, _ = tails[False]
+    assert before <= 1.05
+    assert all_after > 1.4

@@ -44,7 +44,7 @@ import tailguard as tg
 from tailguard.config import load_config
 from tailguard.experiment.memory_needs import network_need, rollout_need
 from tailguard.experiment.build import build_learner
-from tailguard.memory import _kilobytes
+from tailguard.memory_limits import _kilobytes
 
 status = Path("/proc/self/status")
 torch.set_num_threads(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import random
 from pathlib import Path
 
@@ -27,6 +29,20 @@ def test_settings_of_a_run_are_compared_with_those_it_was_begun_with(tmp_path: P
     assert edited_settings(path, config) == {
         "training.total_timesteps": "training.total_timesteps was 2000000 and is 3000000"
     }
+
+
+def test_a_run_from_before_a_setting_existed_had_its_default(tmp_path: Path) -> None:
+    """A whole section and a single setting are missing in the seal; another value than the default is an edit."""
+    path, seal = tmp_path / "config.yaml", tmp_path / "settings.json"
+    settings = json.loads(seal_settings(RunConfig()))["settings"]
+    del settings["robust"], settings["risk"]["throttle"]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    seal.write_text(json.dumps({"settings": settings, "sha256": digest}))
+    path.write_text(to_yaml(RunConfig()))
+    assert load_run_config(path) == RunConfig()
+    path.write_text(to_yaml(RunConfig()).replace("throttle: true", "throttle: false"))
+    with pytest.raises(ConfigError, match=r"risk\.throttle was True and is False"):
+        load_run_config(path)
 
 
 def test_no_flipped_bit_changes_a_setting_unseen(tmp_path: Path) -> None:

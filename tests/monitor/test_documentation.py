@@ -14,9 +14,15 @@ from tailguard.algorithm.bc import BehaviourCloning
 from tailguard.data.bars import Bars
 from tailguard.monitor.health import RULES
 from tailguard.optim.config import VGSConfig
+from tailguard.robust.config import RobustConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
-BLANKS = {"<trunk>": "(actor|critic|shared|critic_1|critic_2)", "<layer>": "[0-9]", "<n>": "[12]", "<term>": "bc"}
+BLANKS = {
+    "<trunk>": "(actor|critic|shared|critic_1|critic_2)",
+    "<layer>": "[0-9]",
+    "<n>": "[12]",
+    "<term>": "(bc|robust)",
+}
 FROM_OUTSIDE = "eval/"
 """What callbacks record; the learner itself gives none of these."""
 SMALL: dict[str, Any] = {"n_steps": 16, "minibatch_size": 64, "hidden": (8,), "lstm_size": 8, "quantiles": 8}
@@ -37,6 +43,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "vgs": VGSConfig(enabled=True),
     },
     "risk budget": {"risk": tg.RiskConfig(limit=-0.02, alpha=0.5)},
+    "against attacks, in turns with an adversary": {
+        "robust": RobustConfig(coef=1.0, adversary="alternate", adversary_every=1, adversary_rollouts=1)
+    },
     "categorical critic, shared trunk": {"critic": "categorical", "memory": "shared"},
     "scalar critic without memory": {"critic": "scalar", "memory": "none"},
     "through the market, risk budget": {
@@ -47,6 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
     },
     "through the market, no critics": {"learner": tg.PathwiseLearner, "critic_epochs": 0},
+    "through the market, against attacks": {"learner": tg.PathwiseLearner, "robust": RobustConfig(coef=1.0)},
 }
 
 

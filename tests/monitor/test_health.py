@@ -322,7 +322,8 @@ def test_a_limit_that_cannot_be_met(bars: Any) -> None:
     assert re.search(
         r"cap of 0.01, and the CVaR of recent outcomes is -\d+\.\d\d ± \d+\.\d\d % \(mean [+-]\d", alarm.what
     )
-    assert alarm.what.endswith("against a limit of -0.01 %. So far training has not met the limit.")
+    assert re.search(r"against a limit of -0\.01 %; the best it reached there is -\d+\.\d\d %", alarm.what)
+    assert alarm.what.endswith("So far training has not met the limit.")
 
 
 def test_a_limit_broken_within_the_error_of_the_measurement_is_not_called_infeasible() -> None:
@@ -333,6 +334,23 @@ def test_a_limit_broken_within_the_error_of_the_measurement_is_not_called_infeas
     }  # fmt: skip
     assert risk_infeasible(metrics | {"risk/cvar_error": 0.003}, {}) is None
     assert "-4.40 ± 0.10 %" in (risk_infeasible(metrics | {"risk/cvar_error": 0.001}, {}) or "")
+
+
+def test_the_alarm_of_a_limit_that_cannot_be_met_says_the_best_that_was_reached() -> None:
+    """λ at its cap in ten updates, the CVaR between −9 and −6 %. An agent that did not trade yet had none."""
+    monitor, alarms = HealthMonitor(), []
+    tails = [-0.001] * 10 + [-0.09, -0.08, -0.06, -0.07, -0.08, -0.08, -0.09, -0.08, -0.07, -0.09]
+    for number, tail in enumerate(tails):
+        metrics = {
+            "risk/at_cap": float(number >= 10), "risk/violation": max(0.0, tail / -0.02 - 1), "risk/lambda": 10.0,
+            "risk/cvar_realised": tail, "risk/mean_realised": 0.01, "risk/limit": -0.02, "risk/tail_outcomes": 50.0,
+            "risk/cvar_error": 0.001,
+        }  # fmt: skip
+        alarms += monitor.check(metrics, 1_000 * (number + 1))
+    (alarm,) = [alarm for alarm in alarms if alarm.name == "risk_infeasible"]
+    assert alarm.step == 20_000
+    assert "-9.00 ± 0.10 %" in alarm.what
+    assert "the best it reached there is -6.00 %" in alarm.what
 
 
 def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:

@@ -22,10 +22,10 @@ import pytest
 import tailguard as tg
 from tailguard.config import load_config, to_yaml
 from tailguard.data.bars import REQUIRED
-from tailguard.data.mapped import ArrayWriter, map_array
+from tailguard.data.disk.arrays import ArrayWriter, map_array
 from tailguard.data.synthetic import make_market
-from tailguard.envs.mapped_market import seal
-from tailguard.runs.preparing import prepare_market
+from tailguard.envs.prepared_market import seal
+from tailguard.runs.prepare_market import prepare_market
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and counters of Linux")
 
@@ -42,7 +42,7 @@ from rich.console import Console
 import tailguard as tg
 from tailguard.config import load_config
 from tailguard.errors import TailguardError
-from tailguard.memory import _kilobytes
+from tailguard.memory_limits import _kilobytes
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import train_members
 from tailguard.runs.runner import build_members

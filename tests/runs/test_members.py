@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from itertools import pairwise
 from pathlib import Path
@@ -18,15 +19,16 @@ from typer.testing import CliRunner
 import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.cli import app
-from tailguard.config import RunConfig
+from tailguard.config import RunConfig, load_config
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import AGENT
-from tailguard.experiment.build import split_market
+from tailguard.experiment.build import build, split_market
 from tailguard.experiment.trained_run import open_run
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import cvar_bound
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Members, train_members
+from tailguard.runs.outcome import describe_agent
 from tailguard.runs.runner import resume_run, train
 from tailguard.runs.validation import Validation
 
@@ -109,6 +111,8 @@ def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(fi
         assert f"{number} of 3, trained without" in text
     assert f"exposure ×{result.agent.exposure:.2f}: as learned, the worst 20 % of held-out episodes made" in text
     assert "confidence no less than" in text
+    # What an update will see is said before the first member is trained, and after each whether its limit was kept.
+    assert text.index("an update sees 1.6 tail episodes, fewer than 5: too few") < text.index("1 of 3, trained without")
     for number in range(3):
         lines = (result.folder / "members" / str(number) / "metrics.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["time/total_timesteps"] == 768
@@ -116,6 +120,57 @@ def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(fi
     assert isinstance(opened.agent, Ensemble)
     again = tg.backtest(opened.agent, opened.part("test"))
     np.testing.assert_array_equal(again.equity, result.results[AGENT].equity)
+
+
+def test_defaults_say_what_an_update_sees_and_what_to_set_for_more() -> None:
+    """512 episodes an update, a twentieth of them in the tail: 26, and 50 with twice as many accounts."""
+    config = load_config(overrides=["risk.limit=-0.02", "env.episode_length=192", "data.synthetic_bars=3000"])
+    learner = build(config).learner
+    assert "an update sees 26 tail episodes (env.num_envs=1000 shows 50)" in describe_agent(learner)
+    wide = load_config(base=config, overrides=["env.num_envs=1000"])
+    assert describe_agent(build(wide).learner).endswith("an update sees 50 tail episodes")
+
+
+def test_each_member_says_at_its_end_whether_the_limit_was_kept_in_training(tmp_path: Path, small_config: Any) -> None:
+    """Once the window holds enough of the tail: 20 outcomes, half of one iteration here."""
+    said = {}
+    for limit in (-0.5, -1e-5):
+        console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+        settings = [*PATHWISE, f"risk.limit={limit}", "risk.alpha=0.5", "env.num_envs=40", "training.members=2"]
+        train(small_config(*settings), tmp_path / f"run{limit}", console)
+        said[limit] = [line for line in console.export_text().splitlines() if "in training: CVaR" in line]
+    assert len(said[-0.5]) == len(said[-1e-5]) == 2
+    assert all("kept in training: CVaR" in line and "limit −50.0 %" in line for line in said[-0.5])
+    assert all(re.search(r"broken, [\d.]+ times in training: CVaR −0", line) for line in said[-1e-5])
+
+
+def test_exposure_is_above_one_where_the_budget_is_not_used_up_and_within_the_leverage(
+    tmp_path: Path, small_config: Any
+) -> None:
+    result = train(small_config(*PATHWISE, "risk.limit=-0.9"), tmp_path / "run", Console(quiet=True))
+    agent = result.agent
+    assert agent.exposure == pytest.approx(3.0)
+    assert agent.calibration.bound > -0.9
+    plain = tg.backtest(Ensemble(agent.members), open_run(result.folder).part("test"))
+    scaled = tg.backtest(agent, open_run(result.folder).part("test"))
+    assert np.abs(scaled.targets).max() <= 1  # the leverage
+    small = np.abs(plain.targets[0]) < 1 / 3  # from a flat account, where both see the same
+    np.testing.assert_allclose(scaled.targets[0][small], 3 * plain.targets[0][small], rtol=1e-5)
+    assert np.abs(scaled.targets).mean() > 1.5 * np.abs(plain.targets).mean()
+
+
+def test_ensemble_is_a_choice_of_what_the_result_is(tmp_path: Path, small_config: Any) -> None:
+    """The mean of several agents, without a limit as well; each of them at its last state."""
+    config = small_config("training.select=ensemble", "risk.limit=null")
+    assert (config.members, config.select) == (4, "last")
+    result = train(
+        small_config("training.select=ensemble", "training.members=2"), tmp_path / "two", Console(quiet=True)
+    )
+    assert isinstance(result.agent, Ensemble)
+    assert [member.num_timesteps for member in result.agent.members] == [768, 768]
+    assert result.agent.exposure == 1
+    with pytest.raises(ConfigError, match=r"training\.select: ensemble is the mean of several agents"):
+        small_config("training.select=ensemble", "training.members=1")
 
 
 def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +249,31 @@ def test_a_new_run_removes_the_members_of_the_old_one(tmp_path: Path, config: Ru
     train(config, tmp_path / "run", Console(quiet=True))
     train(small_config(), tmp_path / "run", Console(quiet=True), replace=True)
     assert not (tmp_path / "run" / "members").exists()
+
+
+def test_the_exposure_keeps_the_limit_under_every_feed_that_it_was_trained_for(
+    tmp_path: Path, small_config: Any
+) -> None:
+    """A fee that is paid in spikes of the funding rate: the held-out tail under it decides, not the clean one."""
+    feeds = "robust.feed=[late:1, funding:0.02@0.2]"
+    config = small_config(*PATHWISE, "pathwise.learning_rate=0.1", "training.total_timesteps=2560", feeds)
+    split = split_market(config, tg.make_market(2_500, seed=0, signal=30).bars)
+    members = Members.on(config, split.train, seed=0)
+    validation = Validation(members.first, split.validation)
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    agent = train_members(
+        members, RunFolder(tmp_path), validation, console, resume=False, again="", ask=lambda _: False
+    )
+    assert isinstance(agent, Ensemble)
+    bounds = []
+    # The clean feed, late:1, and the first of two draws of the spikes.
+    for number, draws in enumerate([None, *config.robust.feeds()]):
+        held = [members.build(fold).held_out(number) for fold in range(3)]
+        own = [part.trade(Ensemble([one], agent.exposure)) for part, one in zip(held, agent.members, strict=True)]
+        parts = validation.parts if draws is None else validation.parts_under(draws[0])
+        own += [part.trade(agent) for part in parts]
+        bounds.append(cvar_bound(torch.cat([each.measured for each in own]), 0.2, 0.9, block=16))
+    assert min(bounds) >= -0.02
+    assert bounds[2] == pytest.approx(agent.calibration.bound)
+    assert bounds[2] < bounds[0]
+    assert "with the feed funding:0.02@0.2" in console.export_text()

@@ -89,6 +89,18 @@ def test_a_stopped_run_goes_on_bit_by_bit(
     assert (folder / "config.yaml").read_text() == (whole / "config.yaml").read_text()
 
 
+def test_a_run_under_faulty_feeds_goes_on_bit_by_bit(tmp_path: Path, whole: Path, small_config: Any) -> None:
+    """Which feed each running episode has is part of what is saved; another feed is another run."""
+    config = small_config("robust.feed=[late:2, bad_tick:0.1@0.1]", "robust.feed_probability=0.7")
+    train(config, tmp_path / "undisturbed", Console(quiet=True))
+    folder = tmp_path / "stopped"
+    with stopped_by(signal.SIGINT, has_lines(folder, 3)):
+        train(config, folder, Console(quiet=True))
+    resume_run(folder, Console(quiet=True), yes)
+    assert hashes(folder) == hashes(tmp_path / "undisturbed")
+    assert hashes(folder) != hashes(whole)
+
+
 def test_figures_and_scores_come_with_the_steps(whole: Path, lines_of: Any) -> None:
     lines = lines_of(whole)
     assert [line["time/total_timesteps"] for line in lines] == [128, 256, 384, 512, 640, 768]

@@ -23,7 +23,7 @@ from tailguard.data.bars import Bars
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.evaluate.trials import read_trials
 from tailguard.evaluate.walk_forward_results import WalkForwardPlan, WalkForwardResults
-from tailguard.runs.walk_forward import _claim, run_walk_forward
+from tailguard.runs.walk_forward import _write_or_check_plan, run_walk_forward
 
 PLAN = WalkForwardPlan(folds=2, seeds=2, train=1_400)
 MAIN = [sys.executable, "-c", "from tailguard.cli import main; main()"]
@@ -148,11 +148,11 @@ def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig,
         folder = tmp_path / left.strip(".") / "run"
         folder.mkdir(parents=True)
         (folder / left).write_text("")
-        _claim(folder, config, "0" * 64, plan, [])
+        _write_or_check_plan(folder, config, "0" * 64, plan, [])
         assert json.loads((folder / "walk_forward.json").read_text())["sizes"]["folds"] == 2
         assert (folder / "settings.yaml").is_file()
     (folder / "settings.yaml").unlink()
-    _claim(folder, config, "0" * 64, plan, [])
+    _write_or_check_plan(folder, config, "0" * 64, plan, [])
     assert (folder / "settings.yaml").is_file()
 
 
@@ -160,4 +160,4 @@ def test_a_walk_forward_that_was_killed_while_it_began_begins(config: RunConfig,
 def test_a_damaged_plan_is_named_with_the_way_out(config: RunConfig, tmp_path: Path, text: str) -> None:
     (tmp_path / "walk_forward.json").write_text(text)
     with pytest.raises(ConfigError, match=r"remove that folder to start over, or choose another --name"):
-        _claim(tmp_path, config, "0" * 64, PLAN, [])
+        _write_or_check_plan(tmp_path, config, "0" * 64, PLAN, [])

@@ -1,19 +1,21 @@
-"""What acts: a policy, the statistics of its observations and its environment, with Stable-Baselines3's verbs."""
+"""An agent: a policy, the statistics of its observations and its environment, with Stable-Baselines3's method names."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tailguard.algorithm.config import LearnerConfig
 from tailguard.algorithm.rollout import ObservationScale
 from tailguard.envs.adapt import as_vector_env, policy_inputs
 from tailguard.errors import ConfigError
-from tailguard.memory import keep_freed_memory
-from tailguard.models.inference import InferencePolicy, PredictPolicy, StepPolicy
+from tailguard.memory_limits import keep_freed_memory
+from tailguard.models.inference import InferencePolicy, PredictPolicy, ScaledNetwork, StepPolicy
 from tailguard.models.policy import ActorCritic
 from tailguard.returns import RunningMoments
 from tailguard.validate import check_count, check_range
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Agent:
-    """A policy on an environment. What it learns from is the business of the learners derived from it."""
+    """A policy and its environment. Learners derive from it and add training."""
 
     config: LearnerConfig
 
@@ -53,11 +55,12 @@ class Agent:
 
     @property
     def spec(self) -> TradingSpec | None:
-        """What the agent must find again on new bars; None if it was not trained on bars."""
+        """What the agent needs to trade new bars: features, scaling and episode rules; None if it was not trained on
+        bars."""
         return self.inputs.spec
 
     def _observation_scale(self) -> ObservationScale:
-        """Today's observation statistics; they do not move while a rollout or an evaluation runs."""
+        """The current observation statistics; they are constant during a rollout or an evaluation."""
         moments = self.observation_moments
         clip = self.config.observation_clip if self.config.normalise_observations else math.inf
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
@@ -70,10 +73,10 @@ class Agent:
         episode_start: np.ndarray | None = None,
         deterministic: bool = False,
     ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
-        """The policy's action, and the memory to give back with the next observation; as in Stable-Baselines3.
+        """The policy's action, and the recurrent state to pass with the next observation; as in Stable-Baselines3.
 
         `observation`: one observation or a batch, in the environment's own form. `state`: what the last call returned,
-        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not touched.
+        None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not updated.
         """
         rows, single = self.inputs.encode(observation)
         obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
@@ -103,11 +106,20 @@ class Agent:
     def inference_policy(self) -> StepPolicy:
         """The deterministic policy for one environment, step by step: the actions of `predict`, bit for bit, faster.
 
-        It has a memory of its own and the weights and statistics of now; make a new one after further training.
+        It has its own recurrent state and the current weights and statistics; make a new one after further training.
         """
         if type(self).predict is not Agent.predict:
             return PredictPolicy(self)  # a subclass decides in its own way
         return InferencePolicy(self.policy, self._observation_scale())
+
+    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
+        """The networks that decide, with their inputs' scaling: one here, all members' of an ensemble."""
+        scale = self._observation_scale()
+        return (ScaledNetwork(self.policy, scale, scale.std),)
+
+    def combine(self, actions: Sequence[Tensor]) -> Tensor:
+        """The action that the environment sees, from those of `scaled_networks`."""
+        return actions[0]
 
     def get_env(self) -> Any:
         """The environment the agent trains on; an SB3 `VecEnv` if it was given one."""

@@ -18,7 +18,7 @@ from tailguard.models.policy import ActorCritic, PolicyOutput
 from tailguard.validate import check_range
 
 Teacher = Callable[[Tensor], Tensor]
-"""Raw observations [T, N, O] to the actions they ask for, [T, N, A], in the environment's form."""
+"""Maps raw observations [T, N, O] to the actions to imitate, [T, N, A], in the environment's form."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BehaviourCloning:
     teacher: Teacher | None = None
     beta: float | None = None
     """Temperature of the weights in units of the advantages that the surrogate uses, which are standard deviations
-    unless their normalisation is off; none: all weigh 1."""
+    unless their normalisation is off; none: every weight is 1."""
     max_weight: float = 20.0
     """Largest weight; the exponent is clamped before it is taken."""
     name: str = "bc"
@@ -49,7 +49,7 @@ class BehaviourCloning:
             raise ConfigError("bc: without a teacher only the weights tell good actions from bad ones; give beta too")
 
     def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:  # noqa: ARG002
-        """Keep what to imitate and how much."""
+        """Add the weights, and the teacher's actions, to the batch."""
         coefficient = Schedule.parse(self.coefficient)(progress)
         weights = torch.ones_like(batch.advantages)
         if self.beta is not None:

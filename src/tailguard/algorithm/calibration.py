@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 class PredictedReturns:
-    """Keeps what the distribution said at each episode's start and ranks the realised return in it when it ends.
+    """Stores the return distribution predicted at each episode's start, and ranks the realised return in it at the end.
 
-    The rank (the probability integral transform) is uniform if the distribution is right. The return is the critic's
-    own quantity: discounted rewards, and where the episode was cut off by time, the value of its last observation.
+    The rank (the probability integral transform) is uniform if the distribution is right. The return is the one that
+    the critic predicts: discounted rewards, and where the episode was cut off by time, the value of its last
+    observation.
     """
 
     def __init__(self, num_envs: int, quantiles: int, gamma: float, window: int, device: torch.device) -> None:
         self.gamma = gamma
         self.quantiles = torch.zeros(num_envs, quantiles, device=device)
-        """Of the return, as they stood when the episode began, [N, Q]."""
+        """Quantiles of the return, predicted at the episode's start, [N, Q]."""
         self.earned = torch.zeros(num_envs, device=device)
         """Discounted rewards since then, [N]."""
         self.discount = torch.ones(num_envs, device=device)
@@ -33,11 +34,11 @@ class PredictedReturns:
         self.known = torch.zeros(num_envs, dtype=torch.bool, device=device)
         """Whether the episode's start was seen, [N]."""
         self.ranks = OutcomeWindow(window, device)
-        """Of the last returns, in [0, 1]."""
+        """Ranks of the last realised returns, in [0, 1]."""
 
     @torch.no_grad()
     def follow(self, rollout: Rollout, estimates: Estimates) -> None:
-        """Take in a rollout."""
+        """Add a rollout."""
         views = [view.quantiles for view in estimates.views if view.quantiles is not None]
         predicted = torch.stack(views).mean(0)
         tails = torch.stack([view.next_baseline for view in estimates.views]).mean(0)
@@ -92,6 +93,6 @@ class PredictedReturns:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore a saved state."""
         for name, value in self._state().items():
             value.copy_(state[name])

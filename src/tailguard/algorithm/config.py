@@ -9,16 +9,17 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from tailguard.algorithm.estimate import Baseline, DistributionTarget, EstimateConfig
+from tailguard.algorithm.loss_terms import LOSS_TERMS
 from tailguard.algorithm.runtime import RuntimeKind
 from tailguard.algorithm.schedules import EntropySchedule, KLStopper, Schedule
-from tailguard.algorithm.value_losses import ClipMode, ValueClip
 from tailguard.errors import ConfigError
-from tailguard.models.critics import TwinMode
+from tailguard.models.critics import ClipMode, LossSettings, TwinMode, ValueClip
 from tailguard.models.policy import NetworkConfig
-from tailguard.optim.config import UTILITY_KINDS, OptimizerKind, UPGDConfig, VGSConfig
+from tailguard.optim import OPTIMIZERS
+from tailguard.optim.config import UPGDConfig, VGSConfig
 from tailguard.returns import AdvantageMode
 from tailguard.risk.config import RiskConfig
-from tailguard.validate import check_choice, check_count, check_range
+from tailguard.validate import check_choice, check_count, check_range, check_registered
 
 WINDOW = 16
 """Bars of a window where nothing else asks for whole episodes."""
@@ -49,8 +50,9 @@ class LearnerConfig:
     """Transitions in an optimiser step; with memory they are whole sequences of n_steps."""
     microbatches: int = 1
     """Number of parts a minibatch is processed in; saves memory and gives the same gradient."""
-    optimizer: OptimizerKind = "adam"
-    """adam, adamw, or with utility gates: upgd (plain descent), adaptive_upgd (Adam), upgdw (AdamW)."""
+    optimizer: str = "adam"
+    """adam, adamw, with utility gates upgd (plain descent), adaptive_upgd (Adam) or upgdw (AdamW), or one that a plugin
+    registers."""
     learning_rate: float | str = 3e-4
     """Step size, a schedule; 1e-5 to 1e-2."""
     weight_decay: float = 0.0
@@ -61,9 +63,9 @@ class LearnerConfig:
     """λ of the advantage estimate, 0 to 1."""
     distribution_lambda: float = 1.0
     """λ of the distribution's targets, 0 to 1. Below 1 samples bootstrap more often, and the tail of a long episode is
-    too mild: by 11 to 14 % at 0.95 and 256 steps, by 2 % at 1 (docs/cvar.md)."""
+    underestimated: by 11 to 14 % at 0.95 and 256 steps, by 2 % at 1 (docs/cvar.md)."""
     distribution_target: DistributionTarget = "sr_lambda"
-    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too mild."""
+    """sr_lambda learns the distribution of the return; lambda_return that of the λ-return, whose tail is too light."""
     baseline: Baseline = "scalar"
     """Value that GAE uses: the scalar head, or the mean of the distribution, which misses crashes rarer than 1/(2N)."""
     twin_mode: TwinMode = "min"
@@ -80,12 +82,15 @@ class LearnerConfig:
     value_clip_sd_ratio: float = 1.5
     """mean_and_variance: largest factor between the old and the new standard deviation."""
     huber_kappa: float = 0.0
-    """κ of the quantile Huber loss, in units of critic/return_std as value_clip_limit; 0: pinball loss. Above 0.01
-    the tail gets too mild."""
+    """κ of the quantile Huber loss, in units of critic/return_std as value_clip_limit; 0: pinball loss. Above 0.01 the
+    tail is underestimated."""
     entropy_coef: float | str = 0.0
     """Weight of the entropy bonus, a schedule; 0 to 0.05."""
     max_grad_norm: float = 0.5
     """Gradient norm is clipped to this; 0 or less is off."""
+    loss_terms: dict[str, float | str] = field(default_factory=dict, hash=False)
+    """Further terms of the loss, registered with tailguard.algorithm.loss_terms.register_loss_term, by name: the
+    coefficient of each, a schedule."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Non-finite numbers: stop the run and name them, or skip and count them. A non-finite log-ratio, loss or gradient
     skips its minibatch; a reward, observation, measured outcome or estimate its rollout."""
@@ -93,8 +98,11 @@ class LearnerConfig:
     """Scale observations by running statistics, updated between rollouts only."""
     observation_clip: float = 10.0
     """Scaled observations are clipped to ± this many standard deviations; without scaling there is no clip."""
+    observation_noise: float = 0.0
+    """Standard deviation of normal noise on the scaled observations that the policy sees while it learns, 0 (off)
+    to 1."""
     return_decay: float = 0.99
-    """Weight of the past in the return's running scale, per rollout; 1 remembers everything."""
+    """Weight of the past in the return's running scale, per rollout; 1 counts all rollouts equally."""
     runtime: RuntimeKind = "auto"
     """How iterations run: eager, compile, graph (compiled, and recorded as CUDA graphs), or auto: graph on a GPU where
     everything can be recorded, eager elsewhere."""
@@ -110,25 +118,45 @@ class LearnerConfig:
     def __post_init__(self) -> None:
         self._check_ranges()
         self._check_optimizer()
-        network, section = self.network, self.section
-        if network.critic == "scalar" and self.baseline == "distribution":
+        self._check_critic()
+        self._check_loss_terms()
+
+    def _check_loss_terms(self) -> None:
+        setting = f"{self.section}.loss_terms"
+        if not isinstance(self.loss_terms, dict):
+            raise ConfigError(f"{setting}: {self.loss_terms!r} is not a table of terms and coefficients")
+        for name, coefficient in self.loss_terms.items():
+            check_registered(setting, name, LOSS_TERMS, "tailguard.algorithm.loss_terms.register_loss_term")
+            learners = LOSS_TERMS[name].learners
+            if self.section not in learners:
+                raise ConfigError(
+                    f"{setting}: {name} is a term for {' and '.join(learners)}, not for {self.section}; set learner to "
+                    f"{learners[0]}, or remove it"
+                )
+            _check_schedule(f"{setting}.{name}", coefficient)
+
+    def _check_critic(self) -> None:
+        section, name, kind = self.section, self.network.critic, self.network.critic_kind
+        if self.baseline == "distribution" and not kind.predicts_distribution:
             raise ConfigError(
-                f"{section}.baseline: a scalar critic has no distribution; choose scalar, or another critic"
+                f"{section}.baseline: a {name} critic has no distribution; choose scalar, or another critic"
             )
-        if self.huber_kappa > 0 and network.critic != "quantile":
+        if self.huber_kappa > 0 and "huber_kappa" not in kind.loss_settings:
             raise ConfigError(
-                f"{section}.huber_kappa: {self.huber_kappa:g} is for a quantile critic, and this one is "
-                f"{network.critic}; set it to 0, or network.critic to quantile"
+                f"{section}.huber_kappa: {self.huber_kappa:g} is for a quantile critic, and this one is {name}; set it "
+                "to 0, or network.critic to quantile"
             )
-        if self.value_clip == "per_quantile" and network.critic == "categorical":
-            raise ConfigError(f"{section}.value_clip: per_quantile needs a quantile critic; choose mean_only")
+        if self.value_clip not in kind.clip_modes:
+            raise ConfigError(
+                f"{section}.value_clip: a {name} critic has no {self.value_clip}; choose {' or '.join(kind.clip_modes)}"
+            )
 
     def _check_ranges(self) -> None:
         section = self.section
         check_count(f"{section}.n_steps", self.n_steps, low=self.fewest_steps)
         check_count(f"{section}.minibatch_size", self.minibatch_size, low=2)
         check_count(f"{section}.microbatches", self.microbatches)
-        check_choice(f"{section}.optimizer", self.optimizer, get_args(OptimizerKind))
+        check_registered(f"{section}.optimizer", self.optimizer, OPTIMIZERS, "tailguard.optim.register_optimizer")
         check_range(f"{section}.gamma", self.gamma, low=0, low_open=True, high=1)
         check_range(f"{section}.gae_lambda", self.gae_lambda, low=0, high=1)
         check_range(f"{section}.distribution_lambda", self.distribution_lambda, low=0, high=1)
@@ -144,28 +172,27 @@ class LearnerConfig:
         check_range(f"{section}.value_clip_sd_ratio", self.value_clip_sd_ratio, low=1)
         check_range(f"{section}.max_grad_norm", self.max_grad_norm)
         check_range(f"{section}.observation_clip", self.observation_clip, low=0, low_open=True)
+        check_range(f"{section}.observation_noise", self.observation_noise, low=0, high=10)
         check_range(f"{section}.return_decay", self.return_decay, low=0, low_open=True, high=1)
         if not (self.chooses_rate and self.learning_rate == AUTO):
             _check_schedule(f"{section}.learning_rate", self.learning_rate)
         _check_schedule(f"{section}.entropy_coef", self.entropy_coef)
 
     def _check_optimizer(self) -> None:
-        section = self.section
-        if self.weight_decay > 0 and self.optimizer == "adam":
+        section, kind = self.section, OPTIMIZERS[self.optimizer]
+        if self.weight_decay > 0 and not kind.decays:
             raise ConfigError(
-                f"{section}.weight_decay: adam has none that is decoupled; set {section}.optimizer to adamw"
+                f"{section}.weight_decay: {kind.name} has none that is decoupled; set {section}.optimizer to adamw"
             )
-        if self.upgd != UPGDConfig() and self.optimizer not in UTILITY_KINDS:
-            raise ConfigError(
-                f"{section}.upgd: {self.optimizer} has no gates; set {section}.optimizer to one of "
-                f"{', '.join(UTILITY_KINDS)}"
-            )
-        if self.vgs.enabled and self.vgs.moments == "optimizer" and self.optimizer == "upgd":
-            raise ConfigError(f"{section}.vgs.moments: upgd keeps no moments of the gradient; choose own")
+        if self.upgd != UPGDConfig() and not kind.gates:
+            gated = ", ".join(name for name, other in OPTIMIZERS.items() if other.gates)
+            raise ConfigError(f"{section}.upgd: {kind.name} has no gates; set {section}.optimizer to one of {gated}")
+        if self.vgs.enabled and self.vgs.moments == "optimizer" and not kind.adam_moments:
+            raise ConfigError(f"{section}.vgs.moments: {kind.name} keeps no moments of the gradient; choose own")
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """The config that `dataclasses.asdict` took apart, also after a journey through JSON."""
+        """The config from the output of `dataclasses.asdict`, also after a JSON round trip."""
         parts = dict(settings)
         network: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in parts["network"].items()
@@ -196,8 +223,10 @@ class LearnerConfig:
         )
 
     @property
-    def clip(self) -> ValueClip:
-        return ValueClip(self.value_clip, self.value_clip_limit, self.value_clip_sd_ratio)
+    def critic_loss(self) -> LossSettings:
+        """What the critics' losses read."""
+        clip = ValueClip(self.value_clip, self.value_clip_limit, self.value_clip_sd_ratio)
+        return LossSettings(clip, self.huber_kappa)
 
     @property
     def uses_entropy(self) -> bool:
@@ -306,21 +335,26 @@ class PathwiseConfig(LearnerConfig):
     """Step size of the policy, a schedule; 1e-3 to 4e-2; auto: exponential:4e-2:2e-3, or linear:2e-2:2e-3 with a
     budget."""
     network: NetworkConfig = field(default_factory=lambda: NetworkConfig(hidden=(32,), lstm_size=32))
-    """Shape of the network. It is small, because gradients through the market learn few years by heart in seconds."""
+    """Shape of the network. It is small, because gradients through the market overfit a few years of bars in seconds.
+    """
     critic_learning_rate: float | str = 3e-4
     """Step size of the critics, a schedule; 1e-4 to 1e-2."""
     critic_epochs: int | None = None
-    """Passes of the critics over a window, 1 to 20; 0: no critics, and what comes after a window is worth nothing;
-    none: 1 where a budget is on windows shorter than an episode, else 0 (docs/pathwise.md has the comparison)."""
+    """Passes of the critics over a window, 1 to 20; 0: no critics, so rewards after a window do not count; none: 1
+    where a budget is on windows shorter than an episode, else 0 (docs/pathwise.md has the comparison)."""
     max_grad_norm: float = 1.0
     """Gradient norm is clipped to this; 0 or less is off."""
     stochastic: bool = False
     """Whether the policy acts with its noise while it learns; the gradient then goes through the noise too
     (reparameterisation), to the standard deviation as well."""
+    dropout: float = 0.0
+    """Share of the encoder's outputs, drawn for each account and window, that the policy's memory does not see while it
+    learns, 0 (off) to 0.9."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_schedule("pathwise.critic_learning_rate", self.critic_learning_rate)
+        check_range("pathwise.dropout", self.dropout, low=0, high=0.9)
         if self.critic_epochs is not None:
             check_count("pathwise.critic_epochs", self.critic_epochs, low=0)
         if self.uses_entropy and not self.stochastic:

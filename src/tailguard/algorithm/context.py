@@ -1,20 +1,22 @@
-"""What every part of training works with: the policy, its optimiser, the runtime, and the guard against bad numbers."""
+"""Shared parts of training: the policy, its optimiser, the runtime, and the guard against non-finite numbers."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from tailguard.algorithm.learner_state import GeneratorState, LearnerState, Stateful
 from tailguard.algorithm.nonfinite import FiniteGuard
 from tailguard.algorithm.optimizers import OptimizerState, make_optimizer, make_scaler
 from tailguard.algorithm.runtime import Runtime
 from tailguard.algorithm.schedules import Schedule
-from tailguard.algorithm.state import GeneratorState, LearnerState, Stateful
 from tailguard.models.policy import ActorCritic
+from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.optim import VarianceGradientScaler
 
 if TYPE_CHECKING:
@@ -24,15 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """The parts that collecting, estimating and updating share, in the memory where recorded graphs find them."""
+    """The parts that collection, estimation and updates share. Their tensors keep their storage, so that CUDA graphs
+    stay valid."""
 
     policy: ActorCritic
     learning_rate: Tensor
-    """Today's step size, in the tensor that the optimiser and recorded graphs hold."""
+    """Current learning rate, in the tensor that the optimiser and recorded graphs hold."""
     optimizer: torch.optim.Optimizer
     scaler: VarianceGradientScaler | None
     generator: torch.Generator
-    """Of actions, targets and the order of minibatches."""
+    """Random stream of actions, targets and the order of minibatches."""
     state: LearnerState
     runtime: Runtime
     guard: FiniteGuard
@@ -65,12 +68,16 @@ class TrainingContext:
             guard=FiniteGuard(config.on_nonfinite, policy, state, env.num_envs),
         )
 
+    def matmul_precision(self) -> AbstractContextManager[None]:
+        """Tensor cores for matrix products inside it, where the network computes in a narrow type."""
+        return tensor_cores(is_narrow(self.policy.config.precision, self.learning_rate.device))
+
     def generators(self) -> list[torch.Generator]:
         """The random streams of the learner and its optimiser."""
         return [self.generator, *getattr(self.optimizer, "generators", {}).values()]
 
     def parts(self) -> dict[str, Stateful]:
-        """What remembers something, by its name in a checkpoint."""
+        """Stateful parts, by their names in a checkpoint."""
         parts: dict[str, Stateful] = {
             "agent": self.policy,
             "optimizer": OptimizerState(self.policy, self.optimizer),

@@ -19,7 +19,7 @@ from tailguard.algorithm.saving import load_agent as load_learner
 from tailguard.envs.protocol import Box
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError
-from tailguard.models.inference import StepPolicy
+from tailguard.models.inference import ScaledNetwork, StepPolicy
 from tailguard.risk.exposure import Exposure
 from tailguard.risk.throttle import Throttle
 from tailguard.sealed import read_about, read_sealed, write_sealed
@@ -36,7 +36,7 @@ class Ensemble:
     member keeps a memory of its own; all of them see the one account.
 
     `members`: at least one; agents with continuous actions, trained on the same features and scaling.
-    `exposure`: a factor on the mean action, or an `Exposure` that also says how it was found.
+    `exposure`: a factor on the mean action, or an `Exposure` that also says how it was calibrated.
     `throttled`: whether realised losses reduce the exposure further in backtests and trading; needs an `Exposure`.
     """
 
@@ -47,7 +47,7 @@ class Ensemble:
             raise ConfigError("members: an ensemble needs at least one agent")
         self.members = tuple(members)
         self.calibration = exposure if isinstance(exposure, Exposure) else None
-        """How the exposure was found; None where it was given."""
+        """How the exposure was calibrated; None where it was given."""
         self.exposure = exposure.factor if isinstance(exposure, Exposure) else exposure
         check_range("exposure", self.exposure, low=0)
         self.throttled = throttled
@@ -62,7 +62,7 @@ class Ensemble:
 
     @property
     def spec(self) -> TradingSpec | None:
-        """What the members must find again on new bars; None if they were not trained on bars."""
+        """What the members need to trade new bars; None if they were not trained on bars."""
         return self.members[0].spec
 
     @property
@@ -88,7 +88,7 @@ class Ensemble:
             action, memory = member.predict(observation, memory, episode_start, deterministic=True)
             actions.append(torch.as_tensor(action))
             after.append(memory)
-        combined = self._combined(actions).numpy()
+        combined = self.combine(actions).numpy()
         return combined, None if after[0] is None else tuple(part for memory in after for part in memory or ())
 
     def inference_policy(self) -> StepPolicy:
@@ -96,7 +96,7 @@ class Ensemble:
         policies = [member.inference_policy() for member in self.members]
 
         def step(observation: Tensor, reset: bool) -> Tensor:
-            return self._combined([policy(observation, reset) for policy in policies])
+            return self.combine([policy(observation, reset) for policy in policies])
 
         return step
 
@@ -105,7 +105,12 @@ class Ensemble:
         calibration = self.calibration
         return Throttle(calibration.limit, calibration.alpha) if self.throttled and calibration is not None else None
 
-    def _combined(self, actions: Sequence[Tensor]) -> Tensor:
+    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
+        """The members' networks, with their inputs' scaling."""
+        return tuple(network for member in self.members for network in member.scaled_networks())
+
+    def combine(self, actions: Sequence[Tensor]) -> Tensor:
+        """The ensemble's action from those of its members: their mean times the exposure, within the bounds."""
         mean = actions[0] if len(actions) == 1 else torch.stack(list(actions)).mean(0)
         return (mean * self.exposure).clamp(self._low, self._high)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +39,10 @@ class EstimateConfig:
 
 @dataclass(frozen=True)
 class CriticView:
-    """What one critic said of a rollout, in raw return units."""
+    """One critic's predictions for a rollout, in raw return units."""
 
     output: CriticOutput
-    """The heads' own outputs, in the normalised units of the time, [T, N, ...]."""
+    """Outputs of the heads, in the normalised units at the time of the rollout, [T, N, ...]."""
     value: Tensor
     """Scalar head, [T, N]."""
     baseline: Tensor
@@ -50,12 +50,12 @@ class CriticView:
     next_baseline: Tensor
     """The same of the true successors, [T, N]."""
     final_baseline: Tensor
-    """The same of the rollout's `final_obs`, [K, N], with its gradient where that was asked for."""
+    """The same of the rollout's `final_obs`, [K, N], with a gradient if one was requested."""
     quantiles: Tensor | None
     """Midpoint quantiles of the return, [T, N, Q]."""
     next_quantiles: Tensor | None
     final_features: Tensor
-    """What the critic's heads read of the last row's true successor, [N, H]."""
+    """Input of the critic's heads for the true successor of the last row, [N, H]."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Estimates:
     """All in raw return units."""
 
     views: tuple[CriticView, ...]
-    """One for each critic; none where the learner has no use for critics."""
+    """One for each critic; empty for a learner without critics."""
     advantages: Tensor
     """[T, N]"""
     value_targets: Tensor
@@ -73,7 +73,22 @@ class Estimates:
     values: Tensor
     """The baseline that GAE used, [T, N]."""
     pessimism: Tensor
-    """What min takes off the mean of twin critics, [T, N]; zeros with one critic."""
+    """Mean of twin critics minus their minimum, [T, N]; zeros with one critic."""
+
+
+class AdvantageSource(Protocol):
+    """What the policy is told about its actions."""
+
+    def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
+        """Advantages [T, N] in raw units, before they are normalised, and metrics."""
+        ...
+
+
+class GAEAdvantages:
+    """The advantages of the reward alone, by GAE; a `RiskBudget` is the source that counts the cost of the tail too."""
+
+    def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:  # noqa: ARG002
+        return estimates.advantages, {}
 
 
 @torch.no_grad()
@@ -84,7 +99,7 @@ def evaluate_critics(
     config: EstimateConfig,
     final_obs: Tensor | None = None,
 ) -> tuple[tuple[CriticView, ...], PolicyState]:
-    """Let every critic read the rollout; returns what they said and the trunks' states after the last row.
+    """Evaluate every critic on the rollout; returns their views and the trunks' recurrent states after the last row.
 
     `final_obs`: the scaled successors, [K, N, O], to be given where their values need a gradient.
     """
@@ -117,17 +132,17 @@ def evaluate_critics(
 
 
 def _read(
-    critic: ReturnCritic, found: CriticOutput, scale: RunningMoments, config: EstimateConfig
+    critic: ReturnCritic, output: CriticOutput, scale: RunningMoments, config: EstimateConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Value, baseline and quantiles in raw units."""
-    value = scale.denormalise(critic.value.mean(found.value))
+    value = scale.denormalise(critic.value.mean(output.value))
     head = critic.distribution
-    if head is None or found.distribution is None:
+    if head is None or output.distribution is None:
         return value, value, None
-    quantiles = scale.denormalise(head.quantiles(found.distribution, config.quantiles))
+    quantiles = scale.denormalise(head.quantiles(output.distribution, config.quantiles))
     if config.baseline == "scalar":
         return value, value, quantiles
-    return value, scale.denormalise(head.mean(found.distribution)), quantiles
+    return value, scale.denormalise(head.mean(output.distribution)), quantiles
 
 
 def _next(rows: Tensor, final: Tensor, final_rows: list[int]) -> Tensor:
@@ -176,6 +191,12 @@ def estimate(
                 rollout.rewards, next_quantiles, rollout.terminated, rollout.truncated, config.gamma, coins
             )
     return Estimates(views, advantages, targets, samples, values, pessimism)
+
+
+def final_values(views: tuple[CriticView, ...], twin_mode: TwinMode) -> Tensor:
+    """The value of the rollout's `final_obs` to GAE, [K, N], with its gradient where that was asked for."""
+    value = views[0].final_baseline
+    return value if len(views) == 1 else combine_values(value, views[1].final_baseline, twin_mode)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """The metrics of an iteration. A new one is one line in one of the tables below, or a function under `@metric`.
 
-Everything is computed on the device from tensors that the iteration has made anyway, with fixed shapes and without
-waiting; the learner reads all metrics together, once.
+Everything is computed on the device from tensors that the iteration already holds, with fixed shapes and without a host
+sync; the learner reads all metrics together, once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
 from tailguard.market.costs import COSTS
-from tailguard.models.critics import QuantileCritic, ascending
+from tailguard.models.critics import ascending
 from tailguard.monitor.device_metrics import RETURN_QUANTILES
 
 if TYPE_CHECKING:
@@ -75,20 +75,6 @@ class Snapshot:
         """Of the return, mean over the critics, sorted, in raw units, [T, N, Q]."""
         each = [view.quantiles for view in self.estimates.views if view.quantiles is not None]
         return ascending(torch.stack(each).mean(0)) if each else None
-
-    @cached_property
-    def gaps(self) -> Tensor | None:
-        """From each quantile that a critic gives to the next, in standard deviations of the return, [C, T, N, Q − 1].
-
-        As the critics say them, before they are sorted: below 0 where two stand in the wrong order.
-        """
-        views = self.estimates.views
-        gaps = [
-            view.output.distribution.diff(dim=-1)
-            for critic, view in zip(self.policy.each_critic()[: len(views)], views, strict=True)
-            if isinstance(critic.distribution, QuantileCritic) and view.output.distribution is not None
-        ]
-        return torch.stack(gaps) if gaps else None
 
 
 def explained_variance(snapshot: Snapshot) -> Tensor:
@@ -149,13 +135,6 @@ DISTRIBUTION: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
 }
 """Metrics of the return distribution, for distributional critics."""
 
-CROSSING: Mapping[str, Callable[[Snapshot, Tensor], Tensor]] = {
-    "critic/quantile_crossing": lambda snapshot, gaps: snapshot.mean((gaps < 0).float().mean((0, -1))),
-    "critic/quantile_crossing_depth": lambda snapshot, gaps: snapshot.mean(gaps.clamp(max=0).neg().sum(-1).mean(0)),
-}
-"""Quantiles in the wrong order: the share of neighbouring pairs, and the total size of their crossings. A nearly
-constant return leaves them in random order without harm, so only the two together indicate a fault."""
-
 HIDDEN: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hidden_mean": lambda hidden: hidden.mean(),
     "hidden_std": lambda hidden: hidden.std(correction=0),
@@ -194,9 +173,10 @@ def iteration_metrics(snapshot: Snapshot, detailed: bool = True) -> dict[str, Te
     if snapshot.quantiles is not None:
         quantiles = snapshot.quantiles
         metrics |= {name: function(snapshot, quantiles) for name, function in DISTRIBUTION.items()}
-    if snapshot.gaps is not None:
-        gaps = snapshot.gaps
-        metrics |= {name: function(snapshot, gaps) for name, function in CROSSING.items()}
+        head = snapshot.policy.each_critic()[0].distribution
+        outputs = [view.output.distribution for view in snapshot.estimates.views]
+        if head is not None:
+            metrics |= head.metrics([output for output in outputs if output is not None], snapshot.mean)
     # Without critics only the policy's trunk, the first, reads the rollout.
     trunks = list(zip(snapshot.policy.trunk_names, snapshot.memory, strict=True))
     for trunk, memory in trunks if snapshot.estimates.views else trunks[:1]:

@@ -1,28 +1,29 @@
-"""What every learner shares: `learn`, one iteration's common steps, and all that a checkpoint needs."""
+"""The common base of learners: `learn`, the shared steps of an iteration, and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
+from tailguard.algorithm.learner_state import GeneratorState, Stateful
+from tailguard.algorithm.loss_terms import weighted_terms
 from tailguard.algorithm.recording import IterationRecorder
-from tailguard.algorithm.risk import RiskBudget
+from tailguard.algorithm.risk_budget import RiskBudget
 from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
 from tailguard.algorithm.runtime import detached
-from tailguard.algorithm.state import GeneratorState, Stateful
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import FunctionalEnv
-from tailguard.models.precision import is_narrow, tensor_cores
 from tailguard.monitor.callbacks import CallbackLogger
-from tailguard.monitor.summary import html_table, one_line
+from tailguard.monitor.object_repr import html_table, one_line
+from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
@@ -30,18 +31,21 @@ if TYPE_CHECKING:
     from tailguard.algorithm.rollout import Rollout
     from tailguard.algorithm.targets import Prepared
     from tailguard.algorithm.updates import Updates
+    from tailguard.models.memory import MemoryState
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
 
 
 class Learner(Agent):
-    """The common part of all learners. What one does with a rollout is its `_iterate`."""
+    """Base class of the learners. A subclass implements `_iterate`: one rollout and what it learns from it."""
 
     kind: ClassVar[str]
     """Name of the learner in a run's settings."""
     updates: Updates
     """Turns batches into optimiser steps."""
+    smooths: ClassVar[Literal["kl", "action"]]
+    """What training against attacks keeps from changing, where its settings leave the choice."""
     has_critics: bool = True
     """Whether critics learn. If not, they are not evaluated either."""
 
@@ -54,10 +58,12 @@ class Learner(Agent):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
     ) -> None:
         super().__init__(env, config, seed, device, num_envs)
+        self.robust = RobustConfig() if robust is None else robust
         self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.context = TrainingContext.build(self.policy, self._parameter_groups(), config, self.env, self.seed)
         self.state, self.runtime, self.generator = self.context.state, self.context.runtime, self.context.generator
@@ -68,28 +74,33 @@ class Learner(Agent):
         self.risk: RiskBudget | None = None
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
+        self.weighted_terms = weighted_terms(config.loss_terms, self.device)
+        self.smoothness: Smoothness | None = None
+        if self.robust.coef > 0:
+            self.smoothness = Smoothness(self.robust, self.policy, attackable(self.env), self.seed, self.smooths)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
-        """What the last iteration's metrics were made of, for callbacks that show more."""
+        """Data behind the last iteration's metrics, for callbacks that show more."""
         self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Metrics of the last iteration, under SB3's names where it has them."""
         self.recorded: dict[str, float] = self.metrics
-        """Where metrics that callbacks record go: to the iteration under way, else to the last one."""
+        """Where metrics recorded by callbacks go: to the current iteration, else to the last one."""
 
     def _parameter_groups(self) -> list[nn.Parameter] | list[dict[str, Any]]:
-        """What the optimiser moves, in groups where they have step sizes of their own."""
+        """Parameters for the optimiser, in groups where learning rates differ."""
         return list(self.policy.parameters())
 
     def _generators(self) -> list[torch.Generator]:
         """Every random stream that an iteration draws from."""
         generators = self.context.generators()
         generators += [] if self.risk is None else [self.risk.generator]
+        generators += [] if self.smoothness is None else [self.smoothness.generator]
         return [*generators, self.env.generator] if isinstance(self.env, FunctionalEnv) else generators
 
     def parts(self) -> dict[str, Stateful]:
-        """Everything that remembers, by name: together with the environment's state, all that a checkpoint needs."""
+        """All stateful parts by name: together with the environment's state, everything that a checkpoint needs."""
         parts = self.context.parts()
         parts |= {
             "observations": self.observation_moments,
@@ -100,6 +111,8 @@ class Learner(Agent):
         }
         if self.risk is not None:
             parts |= {"risk": self.risk, **self.risk.episode_parts()}
+        if self.smoothness is not None:
+            parts["robust"] = self.smoothness
         return parts
 
     @property
@@ -147,11 +160,13 @@ class Learner(Agent):
         `on_rollout`: called with the rollout before the updates; where it returns False there are none, and counting
             steps is left to it.
         """
-        with tensor_cores(is_narrow(self.config.network.precision, self.device)):
+        with self.context.matmul_precision():
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
             self.set_hyper()
+            if self.smoothness is not None:
+                self.smoothness.set_progress(self.state.progress)
             return self._iterate(on_rollout)
 
     @abstractmethod
@@ -160,7 +175,12 @@ class Learner(Agent):
 
     @abstractmethod
     def set_hyper(self) -> object:
-        """Write today's hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+        """Write the current hyper-parameters into the tensors that the optimiser and recorded graphs hold."""
+
+    def set_coefficients(self) -> None:
+        """The same for the terms of the loss that the settings name."""
+        for term in self.weighted_terms:
+            term.set_coefficient(self.state.progress)
 
     def _begin(self) -> RolloutState:
         """Fresh episodes and empty memories."""
@@ -171,10 +191,12 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None, *, deterministic: bool = False) -> Rollout:
-        """Act for one rollout; episodes and memories go on from where they stand, without a gradient.
+    def _collect(
+        self, noise: Tensor | None = None, mask: Tensor | None = None, *, deterministic: bool = False
+    ) -> Rollout:
+        """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
-        `noise`, `deterministic`: see `collect`.
+        `noise`, `mask`, `deterministic`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -188,12 +210,19 @@ class Learner(Agent):
             self.generator,
             self.runtime.compiled(act_and_step),
             noise,
+            self._observer(),
+            observation_noise=self.config.observation_noise,
+            mask=mask,
             deterministic=deterministic,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):
             env.state = self.runtime.copy_in_place(env_before, detached(env.state))
         return rollout
+
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        """What changes the observations that the policy acts on; see `collect`."""
+        return None
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 
@@ -213,13 +242,17 @@ class Learner(Agent):
         """Update the observation statistics and collect the iteration's metrics; nothing is read yet."""
         metrics: dict[str, Tensor] = prepared.metrics | {"data/memory_resets": rollout.memory_resets}
         if usable:
-            metrics |= self.updates.metrics()
+            metrics |= self.updates.metrics() | self._robust_metrics()
             if self.config.normalise_observations:
                 # Between rollouts only: statistics that moved within one would break the ratio's identity.
                 change = self.observation_moments.update(rollout.obs, rollout.valid)
                 metrics["data/observation_drift"] = change.mean_shift.max()
         snapshot = self.recorder.snapshot(rollout, prepared.estimates)
         return self.recorder.collect(snapshot, metrics, self.updates.all_finite)
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        """What the attacks of the iteration found."""
+        return {} if self.smoothness is None else self.smoothness.metrics()
 
     def _count(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""
@@ -273,7 +306,7 @@ class Learner(Agent):
         return parameters_of(self)
 
     def set_parameters(self, parameters: Mapping[str, Any] | str | Path, exact_match: bool = True) -> None:
-        """Put in what `get_parameters` gave, or the parameters of a saved agent.
+        """Load what `get_parameters` returned, or the parameters of a saved agent.
 
         `exact_match`: raise unless all of them are there; False takes some of them, and of `policy` some weights.
         """
@@ -300,7 +333,7 @@ class Learner(Agent):
     ) -> Self:
         """Read an agent that `save` wrote. Without an `env` it can predict and be backtested; `set_env` lets it learn.
 
-        An agent of another learner goes on with this one: with its weights and statistics, this learner's own default
+        An agent of another learner continues with this one: with its weights and statistics, this learner's own default
         settings where the two differ, and a fresh optimiser. `verbose` and `tensorboard_log` are not saved.
         """
         from tailguard.algorithm.saving import load_agent

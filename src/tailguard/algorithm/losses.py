@@ -55,7 +55,7 @@ def guard_log_ratio(log_ratio: Tensor, limit: float = 20.0, weights: Tensor | No
     """Clamp the log-ratio [...] before it is exponentiated, and say whether it was finite *before* the clamp.
 
     The clamp's backward pass gives a zero gradient where its input is NaN, so a NaN log-probability yields finite
-    gradients: a check of the gradient norm cannot find it, this flag does. Samples of weight 0 are not looked at.
+    gradients: a check of the gradient norm cannot find it, this flag does. Samples of weight 0 are ignored.
     """
     with torch.no_grad():
         finite = log_ratio.isfinite()
@@ -88,7 +88,7 @@ def kl_k3(log_ratio: Tensor) -> Tensor:
 def entropy_loss(entropy: Tensor, log_prob: Tensor) -> Tensor:
     """−H per sample [...]; multiply by the entropy coefficient and add.
 
-    ``log_prob`` [...] is asked for its shape alone: an entropy with an action dimension left in it would count once for
+    ``log_prob`` [...] only supplies the shape: an entropy with an action dimension left in it would count once for
     every dimension.
     """
     if entropy.shape != log_prob.shape:

@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.learner_state import LearnerState
 from tailguard.algorithm.rollout import MEASURED, Rollout
-from tailguard.algorithm.state import LearnerState
 from tailguard.algorithm.update import MinibatchLoss
 from tailguard.errors import TailguardError
 from tailguard.models.policy import ActorCritic
 
 
 class NonFiniteError(TailguardError):
-    """Training met a NaN or an infinity; the message names the tensor, the step and the environment."""
+    """Training produced a NaN or an infinity; the message names the tensor, the step and the environment."""
 
 
 @dataclass(frozen=True)
 class FiniteGuard:
-    """Says whether numbers may be used: raises with their location, or answers no where they are to be skipped."""
+    """Decides whether numbers may be used: raises with their location, or returns False where they are skipped."""
 
     on_nonfinite: Literal["stop", "skip"]
-    """stop: raise; skip: answer no."""
+    """stop: raise; skip: return False."""
     policy: ActorCritic
     state: LearnerState
-    """Knows the step that a message names."""
+    """Supplies the step for error messages."""
     num_envs: int
 
     def loss(self, minibatch: MinibatchLoss, index: Tensor) -> bool:
@@ -60,7 +60,7 @@ class FiniteGuard:
         return self._raise_or_skip(f"gradient of {', '.join(bad[:3]) or 'the network as a whole'}", "")
 
     def rollout(self, rollout: Rollout) -> bool:
-        """Whether this rollout may be used: one number that is not finite spoils all estimates before it."""
+        """Whether this rollout may be used: one non-finite number invalidates all estimates before it."""
         for name, rows, values in _inputs(rollout):
             # One number for the whole tensor: a sum is finite only if every part of it is.
             if bool(values.sum().isfinite()):
@@ -80,7 +80,7 @@ class FiniteGuard:
         return True
 
     def estimates(self, estimates: Estimates, valid: Tensor) -> bool:
-        """Whether these estimates may be used. If not, they must move neither the return's scale nor a head."""
+        """Whether these estimates may be used. If not, they must update neither the return's scale nor a head."""
         for name, values in (("value target", estimates.value_targets), ("advantage", estimates.advantages)):
             bad = ~values.isfinite() & valid
             if not bool(bad.any()):
@@ -105,12 +105,12 @@ class FiniteGuard:
 
 
 def finite_inputs(rollout: Rollout) -> Tensor:
-    """Whether all that the environments gave is finite, a bool on the device; the guard names what is not."""
+    """Whether all inputs from the environments are finite, a bool on the device; the guard names those that are not."""
     return torch.stack([values.isfinite().all() for _, _, values in _inputs(rollout)]).all()
 
 
 def not_finite_in_graph(step: int, learner: str) -> NonFiniteError:
-    """What to raise after a recorded iteration, in which minibatches are not looked at one by one."""
+    """The error to raise after a recorded iteration, in which minibatches are not checked one by one."""
     return NonFiniteError(
         f"step {step:,}: a loss or gradient of the last iteration is not finite, and the weights are "
         f"spoilt. Go on from the last checkpoint with {learner}.runtime=eager to see which one it is, lower the "
@@ -119,7 +119,7 @@ def not_finite_in_graph(step: int, learner: str) -> NonFiniteError:
 
 
 def _inputs(rollout: Rollout) -> Iterator[tuple[str, Sequence[int], Tensor]]:
-    """What the environments gave: a name, the numbers of the rows, and the values, [rows, N, columns]."""
+    """Inputs from the environments: a name, the numbers of the rows, and the values, [rows, N, columns]."""
     everywhere = range(len(rollout.rewards))
     yield "reward", everywhere, rollout.rewards.unsqueeze(-1)
     yield "observation", everywhere, rollout.obs

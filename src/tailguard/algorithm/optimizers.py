@@ -9,45 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tailguard.errors import ConfigError
-from tailguard.optim import UPGD, UPGDW, AdaptiveUPGD, VarianceGradientScaler
-from tailguard.optim.utility import UtilityOptimizer
+from tailguard.optim import OPTIMIZERS, OptimizerSettings, Parameters, VarianceGradientScaler, kind_of
 
 if TYPE_CHECKING:
     from tailguard.algorithm.config import LearnerConfig
 
-ADAM_EPS = 1e-5
-"""Baselines' value for PPO: gradients are small, and torch's 1e-8 would let their noise take whole steps."""
-
 
 def make_optimizer(
-    parameters: list[nn.Parameter] | list[dict[str, Any]], config: LearnerConfig, learning_rate: Tensor, seed: int
+    parameters: Parameters, config: LearnerConfig, learning_rate: Tensor, seed: int
 ) -> torch.optim.Optimizer:
-    """The optimiser that the config names; it holds the `learning_rate` tensor itself.
-
-    `parameters`: all of them, or groups, each with an `lr` of its own where it differs.
-    """
-    if config.optimizer in ("adam", "adamw"):
-        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
-        return kind(
-            parameters,
-            lr=learning_rate,
-            eps=ADAM_EPS,
-            weight_decay=config.weight_decay,
-            fused=True,
-            capturable=learning_rate.is_cuda,
-        )
-    shared: dict[str, Any] = {
-        "weight_decay": config.weight_decay,
-        "beta_utility": config.upgd.beta_utility,
-        "sigma": config.upgd.sigma,
-        "step_factor": config.upgd.step_factor,
-        "normalisation": config.upgd.normalisation,
-        "seed": seed,
-    }
-    if config.optimizer == "upgd":
-        return UPGD(parameters, learning_rate, **shared)
-    adaptive = AdaptiveUPGD if config.optimizer == "adaptive_upgd" else UPGDW
-    return adaptive(parameters, learning_rate, eps=ADAM_EPS, **shared)
+    """The optimiser that the config names; it holds the `learning_rate` tensor itself."""
+    settings = OptimizerSettings(learning_rate, config.weight_decay, config.upgd, seed)
+    return OPTIMIZERS[config.optimizer].make(parameters, settings)
 
 
 def make_scaler(optimizer: torch.optim.Optimizer, config: LearnerConfig) -> VarianceGradientScaler | None:
@@ -73,9 +46,10 @@ def make_scaler(optimizer: torch.optim.Optimizer, config: LearnerConfig) -> Vari
 
 
 def optimizer_metrics(optimizer: torch.optim.Optimizer, scaler: VarianceGradientScaler | None) -> dict[str, Tensor]:
-    """`upgd/*` and `vgs/*`, as far as they are there."""
-    gates = optimizer.metrics() if isinstance(optimizer, UtilityOptimizer) else {}
-    return gates | ({} if scaler is None else scaler.metrics())
+    """Metrics that the optimiser declares, as `upgd/*`, and `vgs/*`, as far as they are there."""
+    kind = kind_of(optimizer)
+    own = {} if kind is None or kind.metrics is None else kind.metrics(optimizer)
+    return own | ({} if scaler is None else scaler.metrics())
 
 
 def unless(stopped: Tensor, change: Callable[[], None], values: list[Tensor]) -> None:

@@ -1,9 +1,9 @@
-"""Gradients through the market: act, add up what the account earns, and send the gradient back. Reads top to bottom.
+"""Gradients through the market: simulate a window, sum its rewards, and backpropagate to the policy.
 
-Prices do not answer to an account of ordinary size. So what it earns is a known, differentiable function of the
-weights it held, and the gradient of that can go back through costs, fills, positions and the LSTM: no exploration, no
-score function, no advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with what a critic says the
-account's state is worth, whose slope in that state carries what comes later (SHAC, Xu et al. 2022):
+An account of ordinary size does not move prices. Its P&L is therefore a known, differentiable function of the weights
+it held, and the gradient flows back through costs, fills, positions and the LSTM: no exploration, no score function, no
+advantages (deep hedging, Buehler et al. 2019). A window of T bars ends with a critic's value of the account's state,
+whose gradient in that state stands for all that comes later (SHAC, Xu et al. 2022):
 
     J = E[ Σ_{t<T} γ^t·r_t + γ^T·V(x_T) ],    dJ/dθ by back-propagation through r, x and the memory
 
@@ -16,36 +16,37 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import CriticView
+from tailguard.algorithm.estimate import CriticView, Estimates, final_values
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import policy_penalty
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import make_batch
+from tailguard.algorithm.update import Batch, make_batch
 from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
-from tailguard.models.critics import combine_values
-from tailguard.risk.config import RiskConfig
 
 if TYPE_CHECKING:
     from tailguard.envs.protocol import VectorEnv
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 SATURATED = 0.99
-"""A squashed action this near to its bound has next to no slope left."""
+"""A squashed action this near to its bound has almost no gradient."""
 
 
 class PathwiseLearner(Learner):
-    """A recurrent policy that learns by gradients through a market that does not answer.
+    """A recurrent policy trained by gradients through a market that the agent does not move.
 
     `env`: a `tailguard.TradingEnv`, or a `FunctionalEnv` of your own whose `transition` is differentiable in state and
         action and that says so with `differentiable = True`.
@@ -54,10 +55,12 @@ class PathwiseLearner(Learner):
     `seed`: of the weights, the noise, the critics' minibatches and the environment.
     `device`: where the network lives; the environment's own device by default.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
+    `robust`: training against attacks on the observations.
     `verbose`, `tensorboard_log`, `policy_kwargs`: as of `DistributionalPPO`.
     """
 
     kind: ClassVar[str] = "pathwise"
+    smooths: ClassVar[Literal["kl", "action"]] = "action"
     config: PathwiseConfig
     updates: CriticUpdates
 
@@ -70,6 +73,7 @@ class PathwiseLearner(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
         policy_kwargs: Mapping[str, Any] | None = None,
@@ -83,14 +87,23 @@ class PathwiseLearner(Learner):
         chosen = chosen.completed(risk, episode_length_of(accounts))
         self.has_critics = bool(chosen.critic_epochs)
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
+        check_robust(robust)
         super().__init__(
-            accounts, chosen, seed=seed, device=device, risk=risk, verbose=verbose, tensorboard_log=tensorboard_log
+            accounts,
+            chosen,
+            seed=seed,
+            device=device,
+            risk=risk,
+            robust=robust,
+            verbose=verbose,
+            tensorboard_log=tensorboard_log,
         )
         self.updates = CriticUpdates(self.context, chosen)
         self.set_hyper()
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """The policy, and what only the critics read: they learn at rates of their own."""
+        """Two groups with their own learning rates: the policy's parameters, and those that only critics use."""
+        # Trunk 0 is the actor's. If a critic shares it, it still belongs to the policy's group.
         policy = [*self.policy.each_trunk()[0].parameters(), *self.policy.action_head.parameters()]
         known = {id(parameter) for parameter in policy}
         critics = [parameter for parameter in self.policy.parameters() if id(parameter) not in known]
@@ -101,6 +114,7 @@ class PathwiseLearner(Learner):
         self.learning_rate.fill_(Schedule.parse(config.learning_rate)(progress))
         self.critic_learning_rate.fill_(Schedule.parse(config.critic_learning_rate)(progress))
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
+        self.set_coefficients()
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         self.updates.begin()
@@ -116,39 +130,69 @@ class PathwiseLearner(Learner):
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def _learn_policy(self) -> _Window:
-        """Act for one window, move the policy along the gradient of what it earned, and make the critics' targets."""
+        """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
+        # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
         traced = self._act(noise)
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
+        # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
+        # traced observations by hand.
         final_obs = rollout.scale(rollout.final_obs).requires_grad_()
         views, estimates, usable = self.targets.estimate(rollout, usable, final_obs)
         if not usable:
             return _Window(rollout, Prepared(estimates, None, {}), usable)
         objective, metrics = self._objective(traced, views, final_obs)
-        metrics |= self._step(objective / self.return_moments.std.float(), traced, noise)
+        # In units of the return's scale, so that gradient clip and entropy weight mean the same in every market.
+        objective = objective / self.return_moments.std.float()
+        if self.weighted_terms:
+            batch = self._batch(rollout, estimates)
+            penalty, of_terms = policy_penalty(
+                self.weighted_terms, self.policy, rollout, estimates, batch, self.state.progress
+            )
+            objective, metrics = objective - penalty, metrics | of_terms
+        metrics |= self._step(objective, traced, noise)
         if self.risk is not None:
             metrics |= self.risk.metrics(rollout, estimates)
+        # After the policy's step, whose objective is in the old units.
         metrics |= self.targets.rescale(rollout, estimates)
-        batch = None
-        if self.has_critics:
-            batch = make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
-        return _Window(rollout, Prepared(estimates, batch, metrics), usable)
+        targets = self._batch(rollout, estimates) if self.has_critics else None
+        return _Window(rollout, Prepared(estimates, targets, metrics), usable)
+
+    def _batch(self, rollout: Rollout, estimates: Estimates) -> Batch:
+        return make_batch(self.policy, rollout, estimates, estimates.advantages, self.return_moments)
 
     def _noise(self) -> Tensor:
-        """Of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
+        """Noise of the actions, [T, N, R]: zeros for a deterministic policy. Its gradient is that of the actions."""
         shape = (self.config.n_steps, self.env.num_envs)
+        # Drawn in any case: a deterministic and a stochastic run consume the same random stream.
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
 
     def _act(self, noise: Tensor) -> Rollout:
-        """One window, with the gradient of what it earns."""
-        return self._collect(noise, deterministic=not self.config.stochastic)
+        """Simulate one window, with the gradient of what it earns."""
+        return self._collect(noise, self._dropout_mask(), deterministic=not self.config.stochastic)
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        return {}  # they come with the step
+
+    def _dropout_mask(self) -> Tensor | None:
+        """Factors on the encoder's outputs, [N, E]: 0 for those that are dropped, 1 / (1 − p) for the others.
+
+        One mask for a whole window, because a recurrent policy would average over masks that change with every bar
+        (Gal & Ghahramani 2016).
+        """
+        share = self.config.dropout
+        if share == 0:
+            return None
+        shape = (self.env.num_envs, self.policy.each_trunk()[0].encoder.output_size)
+        kept = torch.rand(shape, generator=self.generator, device=self.device) >= share
+        return kept.float() / (1 - share)
 
     def _objective(
         self, rollout: Rollout, views: tuple[CriticView, ...], final_obs: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What a window earns, and what its end is worth, less the weighted cost of its risk; mean over the accounts.
+        """Rewards of a window plus the value of its end, minus λ times its risk cost; mean over the accounts.
 
         `rollout` carries the gradient. `final_obs` is what the critics' values of the successors depend on.
         """
@@ -159,29 +203,36 @@ class PathwiseLearner(Learner):
         objective = earned
         if self.has_critics:
             rows = list(rollout.final_rows)
+            # An episode cut by time keeps its value; a liquidated account has none.
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
-            value = views[0].final_baseline
-            if len(views) == 2:
-                value = combine_values(value, views[1].final_baseline, self.config.twin_mode)
+            value = final_values(views, self.config.twin_mode)
             # The critic is a constant function to the policy: its slope in the account's state, and nothing else.
             (slope,) = torch.autograd.grad((counts * value).sum(), final_obs)
             to_come = (slope * rollout.scale(rollout.final_obs)).sum() / rollout.rewards.shape[1]
             objective = objective + to_come
             metrics["pathwise/to_come"] = (counts * value.detach()).sum() / rollout.rewards.shape[1]
         if self.risk is not None:
+            # Summed over whole episodes this is the tail's own cost, so its gradient is that of ES, without a critic.
             cost = self.risk.costs(rollout).sum(0).mean()
             metrics["pathwise/cost"] = cost.detach()
             objective = self.risk.constraint.combine(objective, cost)
         return objective, metrics
 
     def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
-        """Move the policy up the gradient of the objective; returns metrics of the gradient through time."""
+        """One optimiser step up the gradient of the objective; returns metrics of the gradient through time."""
         loss = -objective
         metrics: dict[str, Tensor] = {}
         if self.config.uses_entropy:
             entropy = self.policy.action_head.entropy(rollout.dist_params).mean()
             loss = loss - self.entropy_coef * entropy
             metrics["train/entropy_coef"] = self.entropy_coef
+        if self.smoothness is not None:
+            rows = detached(rollout)
+            penalty, found = self.smoothness.penalty(
+                self.policy, rows.scaled_obs, rows.start_state, rows.episode_start, rows.valid
+            )
+            loss = loss + penalty
+            metrics |= found | {"train/robust_loss": penalty.detach()}
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         # The spread of a policy that acts without it has slope 0, and decays and is saved like every other weight.
@@ -199,7 +250,7 @@ class PathwiseLearner(Learner):
 
 @dataclass(frozen=True)
 class _Window:
-    """What an iteration goes on with once the policy has moved."""
+    """Results of the policy step that the rest of the iteration uses."""
 
     rollout: Rollout
     prepared: Prepared
@@ -218,12 +269,13 @@ def discounts(ended: Tensor, gamma: float) -> Tensor:
     rows, power = [], torch.ones_like(ended[0], dtype=torch.float32)
     for row in ended:
         rows.append(power)
+        # A new episode inside the window starts at γ⁰: its rewards are not later rewards of the old one.
         power = torch.where(row, 1.0, gamma * power)
     return torch.stack(rows)
 
 
 def _bootstrapped(rollout: Rollout) -> Tensor:
-    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless in ruin."""
+    """1 where a row's successor keeps its value, [T, N]: at a time limit, and at the window's end unless terminated."""
     keeps = rollout.truncated.clone()
     keeps[-1] = ~rollout.terminated[-1]
     return (keeps & rollout.valid).float()
@@ -245,6 +297,16 @@ def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[
         "pathwise/saturated": (torch.tanh(rollout.actions).abs() > SATURATED).float().mean(),
     }
     return {name: value.detach() for name, value in metrics.items()}
+
+
+def check_robust(robust: RobustConfig | None) -> None:
+    """Refuse what only PPO can do against attacks."""
+    if robust is not None and robust.critic_coef > 0:
+        raise ConfigError(
+            "robust.critic_coef: pathwise trains its critics apart from the policy; set it to 0, or learner to ppo"
+        )
+    if robust is not None and robust.adversary != "none":
+        raise ConfigError("robust.adversary: alternating training is for ppo; set it to none, or learner to ppo")
 
 
 # --- where it is true -----------------------------------------------------------------------------------------------

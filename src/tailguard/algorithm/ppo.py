@@ -5,23 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
+from tailguard.algorithm.estimate import AdvantageSource, GAEAdvantages
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.loss_terms import LossTerm, check_names
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
 from tailguard.algorithm.schedules import AdaptiveKL, Schedule
 from tailguard.algorithm.targets import Prepared
-from tailguard.algorithm.update import Batch, Hyper, LossTerm, make_batch
+from tailguard.algorithm.update import Batch, Hyper, make_batch
 from tailguard.algorithm.updates import PolicyUpdates
 from tailguard.errors import ConfigError
 from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
-from tailguard.risk.config import RiskConfig
+
+if TYPE_CHECKING:
+    from tailguard.algorithm.adversary_training import Alternation
+    from tailguard.algorithm.learner_state import Stateful
+    from tailguard.models.memory import MemoryState
+    from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 
 class DistributionalPPO(Learner):
@@ -34,7 +42,8 @@ class DistributionalPPO(Learner):
     `device`: where the network lives; the environment's own device by default.
     `num_envs`: copies to make of a Gymnasium id.
     `risk`: a budget for the tail of realised outcomes, which the policy learns to keep.
-    `extensions`: further terms of the loss.
+    `robust`: training against attacks on the observations.
+    `extensions`: further terms of the loss, beside those that `loss_terms` names.
     `verbose`: 1 prints the table of metrics while `learn` runs, every `log_interval` iterations.
     `tensorboard_log`: folder for TensorBoard's curves, a numbered one inside for each `learn`.
     `policy_kwargs`: the network in SB3's words (`net_arch`, `lstm_hidden_size`, …), in place of our own names.
@@ -44,6 +53,7 @@ class DistributionalPPO(Learner):
     """
 
     kind: ClassVar[str] = "ppo"
+    smooths: ClassVar[Literal["kl", "action"]] = "kl"
     config: PPOConfig
 
     def __init__(
@@ -55,6 +65,7 @@ class DistributionalPPO(Learner):
         device: torch.device | str | None = None,
         num_envs: int | None = None,
         risk: RiskConfig | None = None,
+        robust: RobustConfig | None = None,
         extensions: Sequence[LossTerm] = (),
         verbose: int = 0,
         tensorboard_log: str | Path | None = None,
@@ -71,22 +82,37 @@ class DistributionalPPO(Learner):
             device=device,
             num_envs=num_envs,
             risk=risk,
+            robust=robust,
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
+        self.advantage_source: AdvantageSource = self.risk or GAEAdvantages()
         self.extensions = tuple(extensions)
+        """Terms of the loss that were given."""
+        smoothness = () if self.smoothness is None else (self.smoothness,)
+        self.terms: tuple[LossTerm, ...] = (*self.extensions, *self.weighted_terms, *smoothness)
+        """All terms beside PPO's own: given, named in the settings, and the state-adversarial regulariser."""
+        check_names(self.terms)
         explores = any(factor != 1 for factor in Schedule.parse(chosen.exploration).values)
         if not isinstance(self.policy.action_head, GaussianHead) and explores:
             raise ConfigError("ppo.exploration: choices have no standard deviation; leave it at 1, or use entropy_coef")
         self.hyper = Hyper(self.learning_rate, *(torch.zeros((), device=self.device) for _ in range(3)))
         self.state.kl_coef = chosen.kl_penalty
         self.extended: Batch | None = None
-        """The batch with what the extensions added, in the place where recorded minibatches find it."""
-        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.extensions)
+        """The batch with the terms' additions, in the storage that recorded minibatches read."""
+        self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
+        self.alternation: Alternation | None = None
+        """The adversary that learns in turns with this agent, if one does."""
+        if self.robust.adversary == "alternate":
+            from tailguard.algorithm.adversary_training import Alternation  # it trains an adversary by this class
+
+            self.alternation = Alternation(self)
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
         runtime = self.runtime
+        if self.alternation is not None and self.alternation.due():
+            self.alternation.take_turn()
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
         usable = wanted and (self.context.guard.rollout(rollout) if runtime.can_sync else True)
@@ -100,7 +126,7 @@ class DistributionalPPO(Learner):
     # --- one iteration, step by step --------------------------------------------------------------------------------
 
     def set_hyper(self) -> Hyper:
-        """Today's hyper-parameters, in the tensors that the optimiser, the policy and recorded graphs hold."""
+        """Write the current hyper-parameters into the tensors that optimiser, policy and recorded graphs hold."""
         config, progress, hyper = self.config, self.state.progress, self.hyper
         if isinstance(self.policy.action_head, GaussianHead):
             self.policy.action_head.exploration.fill_(math.log(Schedule.parse(config.exploration)(progress)))
@@ -108,34 +134,46 @@ class DistributionalPPO(Learner):
         hyper.clip_range.fill_(Schedule.parse(config.clip_range)(progress))
         hyper.entropy_coef.fill_(config.entropy_schedule.coefficient(self.state.entropy, progress))
         hyper.kl_coef.fill_(self.state.kl_coef)
+        self.set_coefficients()
         return hyper
 
     @torch.no_grad()
-    def _collect(self, noise: Tensor | None = None, *, deterministic: bool = False) -> Rollout:
+    def _collect(
+        self, noise: Tensor | None = None, mask: Tensor | None = None, *, deterministic: bool = False
+    ) -> Rollout:
         # The score function needs no gradient through the environment.
-        return super()._collect(noise, deterministic=deterministic)
+        return super()._collect(noise, mask, deterministic=deterministic)
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:
-        """Evaluate the critics, estimate returns, weigh in the risk, normalise the advantages and make the batch."""
+        """Evaluate critics, estimate returns, take the source's advantages, normalise them and make the batch."""
         _, estimates, usable = self.targets.estimate(rollout, usable)
         if not usable:
             return Prepared(estimates, None, {})
-        raw, metrics = estimates.advantages, dict[str, Tensor]()
-        if self.risk is not None:
-            raw, metrics = self.risk.advantages(rollout, estimates)
+        raw, metrics = self.advantage_source.advantages(rollout, estimates)
         advantages, degenerate = normalise_advantages(raw, rollout.valid, self.config.normalise_advantages)
         metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
         batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, metrics)
 
+    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
+        return None if self.alternation is None else self.alternation.observe
+
+    def parts(self) -> dict[str, Stateful]:
+        parts = super().parts()
+        return parts if self.alternation is None else parts | {"adversary": self.alternation}
+
+    def _robust_metrics(self) -> dict[str, Tensor]:
+        metrics = super()._robust_metrics()
+        return metrics if self.alternation is None else metrics | self.alternation.metrics()
+
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
-        """Let the extensions add to the batch. They run outside what is recorded: they may do as they like."""
+        """Let further terms add to the batch. They run outside recorded graphs, so they may sync and branch."""
         batch = prepared.batch
         assert batch is not None  # a rollout that can be used has one
-        for extension in self.extensions:
-            batch = extension.prepare(rollout, prepared.estimates, batch, self.state.progress)
-        if self.extensions and self.runtime.recording:
+        for term in self.terms:
+            batch = term.prepare(rollout, prepared.estimates, batch, self.state.progress)
+        if self.terms and self.runtime.recording:
             self.extended = batch if self.extended is None else self.runtime.copy_in_place(self.extended, batch)
             batch = self.extended
         return batch if self.policy.is_recurrent else batch.rows_as_sequences()

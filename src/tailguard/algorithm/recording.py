@@ -10,7 +10,7 @@ from torch import Tensor
 from tailguard.algorithm.iteration_metrics import Snapshot, iteration_metrics
 from tailguard.algorithm.nonfinite import finite_inputs, not_finite_in_graph
 from tailguard.monitor.device_metrics import DeviceMetrics
-from tailguard.monitor.episodes import EpisodeTracker
+from tailguard.monitor.episode_metrics import EpisodeTracker
 from tailguard.monitor.health import Alarm, HealthMonitor
 
 if TYPE_CHECKING:
@@ -25,23 +25,23 @@ ROLLOUT_FINITE, UPDATES_FINITE = "rollout_finite", "updates_finite"
 
 
 class IterationRecorder:
-    """Follows episodes and health, and makes an iteration's report."""
+    """Tracks episodes and health, and assembles an iteration's metrics."""
 
     def __init__(self, context: TrainingContext, config: LearnerConfig, env: VectorEnv) -> None:
         self.context, self.config = context, config
         self.episodes = EpisodeTracker(env.num_envs, env.device)
         self.health = HealthMonitor()
         self.alarms: list[Alarm] = []
-        """What has gone wrong in this process, each kind once."""
+        """Alarms raised in this process, each kind once."""
 
     def snapshot(self, rollout: Rollout, estimates: Estimates) -> Snapshot:
-        """The iteration as its metrics see it."""
+        """The data that the iteration's metrics are computed from."""
         rollout_state = self.context.state.rollout_state
         assert rollout_state is not None  # a rollout was collected
         return Snapshot(self.context.policy, rollout, estimates, rollout_state.state)
 
     def collect(self, snapshot: Snapshot, metrics: Mapping[str, Tensor], all_updates_finite: Tensor) -> DeviceMetrics:
-        """Add what the rollout says to the metrics of targets and updates; nothing is read from the device yet."""
+        """Add the rollout's metrics to those of targets and updates; nothing is read from the device yet."""
         rollout, collected = snapshot.rollout, dict(metrics)
         self.episodes.add(rollout.rewards, rollout.ended, rollout.valid, rollout.outcome)
         episodes = self.episodes.metrics()
@@ -64,7 +64,7 @@ class IterationRecorder:
         return report
 
     def report(self, report: dict[str, float]) -> dict[str, float]:
-        """Raise alarms, and add what is known without the device."""
+        """Raise alarms, and add metrics that are known on the host."""
         state = self.context.state
         state.degenerate += int(report.get("train/constant_advantages", 0))
         if self.config.monitor:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
-from tailguard.flags import may_hold_any
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
 
@@ -20,12 +20,12 @@ MEASURED = ("pnl", "drawdown", "net")
 
 @dataclass(frozen=True)
 class ObservationScale:
-    """Observation statistics as they were when the rollout began; they do not move while it runs."""
+    """Observation statistics at the start of the rollout; they are constant while it runs."""
 
     mean: Tensor
     std: Tensor
     clip: float
-    """Bound of what comes out; infinite where observations are not normalised."""
+    """Bound of the scaled observations; infinite where observations are not normalised."""
 
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
@@ -57,14 +57,14 @@ class _Scaled(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class RolloutState:
-    """Where acting stands between two rollouts."""
+    """State carried from one rollout to the next."""
 
     obs: Tensor
-    """What the policy sees next, raw, [N, O]."""
+    """The next observation, raw, [N, O]."""
     episode_start: Tensor
     """Whether `obs` is the first of its episode, [N] bool."""
     state: PolicyState
-    """Memory of every trunk before it reads `obs`."""
+    """Recurrent state of every trunk before it reads `obs`."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,16 @@ class Rollout:
     valid: Tensor
     """[T, N] bool each; rows with `valid` false carry no loss (see `Step`)."""
     final_rows: tuple[int, ...]
-    """The rows after which some episode ended, and the last one, in order; all rows, where looking is not free."""
+    """The rows after which some episode ended, and the last one, in order; all rows where checking would need a device
+    sync."""
     final_obs: Tensor
     """Their true successors, raw, [K, N, O]."""
     scale: ObservationScale
-    """What made `scaled_obs` of `obs`."""
+    """Scaling from `obs` to `scaled_obs`."""
     start_state: PolicyState
-    """Memory of every trunk before the first row."""
+    """Recurrent state of every trunk before the first row."""
     outcome: dict[str, Tensor]
-    """What the environment said of each step, [T, N] each."""
+    """The environment's `outcome` of each step, [T, N] each."""
     memory_resets: Tensor
     """Environments whose memory was not finite before the first row and was cleared, []."""
 
@@ -113,7 +114,7 @@ class Rollout:
 
 
 Acted = tuple[Tensor, Tensor, Tensor]
-"""What the network saw, the parameters of its action distribution and the raw action, [N, ...] each."""
+"""Scaled observation, parameters of the action distribution and raw action, [N, ...] each."""
 
 
 def act(
@@ -123,17 +124,18 @@ def act(
     start: Tensor,
     memory: MemoryState,
     noise: Tensor,
+    mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[Acted, MemoryState]:
-    """Look at one row and choose.
+    """Choose actions for one row.
 
-    A number that is not finite is shown to the policy as the mean: the rollout is not learned from, but neither memory
-    nor environment may be spoilt by it for longer.
+    A NaN is replaced by the mean, an infinity by the clip's bound, or by the mean without a clip: such a rollout is not
+    learned from, and must not corrupt the recurrent state or the environment beyond it.
 
     `deterministic`: the action is the mode plus `noise`, whose gradient is then that of the action.
     """
     scaled = scale.finite(obs)
-    dist_params, memory = policy.act(scaled, memory, start, deterministic=deterministic)
+    dist_params, memory = policy.act(scaled, memory, start, mask, deterministic=deterministic)
     head = policy.action_head
     action = head.mode(dist_params) + noise if deterministic else head.sample_from_noise(dist_params, noise)
     return (scaled, dist_params, action), memory
@@ -149,19 +151,21 @@ def act_and_step(
     noise: Tensor,
     env_state: Any,
     env_noise: Tensor,
+    mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[Acted, MemoryState, Any, Step]:
-    """Choose and let the environment answer: everything from one row to the next, as a pure function."""
-    acted, memory = act(policy, scale, obs, start, memory, noise, deterministic)
+    """Choose actions and step the environment: from one row to the next, as a pure function."""
+    acted, memory = act(policy, scale, obs, start, memory, noise, mask, deterministic)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
 
 def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
-    """The memories, cleared for the environments where they are not finite, and which these are, [N] or [] bool."""
+    """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
     trunks, broken = [], torch.zeros((), dtype=torch.bool)
     for trunk in state:
         for part in trunk:
+            # All parts of the trunk are cleared together: a cell without its output is a state the LSTM was never in.
             bad = ~part.isfinite().all(-1).all(0)
             trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
             broken = bad | broken.to(bad.device)
@@ -178,7 +182,10 @@ def collect(
     generator: torch.Generator,
     whole_step: Callable[..., tuple[Acted, MemoryState, Any, Step]] = act_and_step,
     noise: Tensor | None = None,
+    observe: Callable[[Tensor, Tensor, MemoryState], Tensor] | None = None,
     *,
+    observation_noise: float = 0.0,
+    mask: Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
@@ -187,10 +194,16 @@ def collect(
 
     `whole_step`: what to call for a step of an environment that is a pure function; a compiled `act_and_step`.
     `noise`: of the actions, [T, N, R]; none: drawn from the generator.
+    `observe`: what the policy sees in the place of an observation [N, O], given `episode_start` and its memory; the
+        rollout keeps what it saw, so that the probabilities of its actions fit.
+    `observation_noise`: standard deviation of noise on what the policy sees, in those of the observations. Statistics
+        and successors are without it.
+    `mask`: factors on the outputs of the policy's encoder, [N, E]; none: no dropout.
     `deterministic`: see `act`. No gradient then goes to the distribution's parameters that the mode does not depend on.
     """
     head = policy.action_head
     functional = env if isinstance(env, FunctionalEnv) else None
+    # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
@@ -203,12 +216,20 @@ def collect(
     drawn = None if noise is None else noise.unbind()
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
+        if observe is not None:
+            obs = observe(obs, start, memory)
+        seen = obs
+        if observation_noise:
+            seen = obs + observation_noise * scale.std * torch.randn(obs.shape, generator=generator, device=obs.device)
         if functional is not None:
+            # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
+            # inputs.
+            env_noise = functional.draw()
             acted, memory, functional.state, step = whole_step(
-                policy, env, scale, obs, start, memory, noise, functional.state, functional.draw(), deterministic
+                policy, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
             )
         else:
-            acted, memory = act(policy, scale, obs, start, memory, noise, deterministic)
+            acted, memory = act(policy, scale, seen, start, memory, noise, mask, deterministic)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)
@@ -216,6 +237,8 @@ def collect(
             column.append(value)
         outcomes.append(step.outcome)
         ended = step.ended
+        # Autoreset replaces the last observation of an episode by the first of the next one; GAE and SR(λ) bootstrap
+        # from the true successor, which is kept here. On a GPU every row is kept: asking would wait for the device.
         if t == n_steps - 1 or may_hold_any(ended):
             final_rows.append(t)
             final_obs.append(step.final_obs)
@@ -236,6 +259,7 @@ def collect(
         episode_start=stacked["start"],
         actions=stacked["action"],
         dist_params=stacked["dist_params"],
+        # Of raw actions, because undoing a tanh loses all digits near the bounds (see `models.actions`).
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
         rewards=rewards,
         terminated=stacked["terminated"],
@@ -248,4 +272,5 @@ def collect(
         outcome=outcome,
         memory_resets=broken.sum(),
     )
+    # Only the actor, trunk 0, has acted. Critics read the whole rollout later, in one pass, from their own states.
     return rollout, RolloutState(obs, start, (memory, *start_state[1:]))

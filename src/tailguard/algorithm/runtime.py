@@ -1,10 +1,12 @@
-"""Execution modes of the learner: eager, compiled, or recorded as CUDA graphs and replayed.
+"""Execution modes of the learner: eager, compiled, or recorded (captured) as CUDA graphs and replayed.
 
-A recorded function is one launch instead of thousands. It always works on the same memory, so everything that lives
-from one iteration to the next keeps its place: weights, statistics and hyper-parameters are changed in place anyway,
-and what a function returns anew, it hands to `Runtime.copy_in_place`. The first iterations run as they are. They let
-compilers, optimisers and libraries make what they make on first use, and they are real iterations: nothing has to be
-undone. Recording itself computes nothing, and random generators go on inside a graph exactly as they would outside.
+A recorded function is one launch instead of thousands. A CUDA graph always works on the same memory, so everything that
+lives from one iteration to the next keeps its storage: weights, statistics and hyper-parameters are updated in place,
+and a new value that a function returns goes through `Runtime.copy_in_place`.
+
+The first iterations run unrecorded. They are real iterations, and let compilers, optimisers and libraries allocate what
+they allocate on first use. Recording itself computes nothing, and random generators advance inside a graph exactly as
+they would outside.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from tailguard.envs.protocol import FunctionalEnv
 RuntimeKind = Literal["auto", "eager", "compile", "graph"]
 Mode = Literal["eager", "compile", "graph"]
 
+# What is created on first use, such as the optimiser's moments, must exist before capture.
 WARMUP = 2
 """Iterations before anything is recorded."""
 
@@ -32,6 +35,7 @@ Result = TypeVar("Result")
 
 def obstacle(env: Any, device: torch.device, on_nonfinite: str) -> str | None:
     """Why iterations cannot be recorded here, in words; None if they can."""
+    # Beyond the device, both obstacles would need a value on the host in the middle of an iteration.
     if device.type != "cuda":
         return f"CUDA graphs need a GPU, and this is {device.type}"
     if not isinstance(env, FunctionalEnv):
@@ -47,7 +51,7 @@ class Runtime:
     def __init__(self, kind: RuntimeKind, env: Any, device: torch.device, on_nonfinite: str) -> None:
         why_not = obstacle(env, device, on_nonfinite)
         self.refusal: str | None = None
-        """What to tell the user where the wish for graphs could not be met."""
+        """Message for the user if graphs were requested and are not possible."""
         self.mode: Mode = "eager" if kind == "auto" else kind
         if kind == "graph" and why_not is not None:
             self.mode = "eager"
@@ -97,23 +101,26 @@ class Runtime:
         return result
 
     def copy_in_place(self, before: Kept, after: Kept) -> Kept:
-        """What to go on with in the place of `before`: when recording, `before` itself, filled with the new values."""
+        """The successor of `before`: when recording, `before` itself, overwritten with the new values."""
         if not self.recording:
             return after
         copy_into(before, after)
         return before
 
     def forget(self) -> None:
-        """Drop what was recorded: something has moved to other memory, as when a state is loaded."""
+        """Drop all recordings: some tensor has moved to other memory, as when a state is loaded."""
         self._recorded.clear()
         self._pool = None  # it ends with the last graph that was recorded in it
 
     def _record(self, function: Callable[..., Any], inputs: Sequence[Tensor]) -> _Recorded:
+        # One pool for all graphs: they never run at the same time, so their temporaries may overlap.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # A registered generator advances with every replay; an unregistered one cannot be used inside a graph.
         for generator in self.generators:
             graph.register_generator_state(generator)
+        # The graph reads these copies at fixed addresses; `replay` fills them with the caller's values.
         held = tuple(value.clone() for value in inputs)
         with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool):
             result = function(*held)
@@ -128,6 +135,7 @@ class _Recorded:
 
     def replay(self, inputs: Sequence[Tensor]) -> Any:
         for mine, given in zip(self.inputs, inputs, strict=True):
+            # Ordered on the stream before the graph: no wait for the device.
             mine.copy_(given)
         self.graph.replay()
         return self.result
@@ -141,6 +149,7 @@ def copy_into(before: Any, after: Any) -> None:
     for mine, value in zip(old, new, strict=True):
         if mine.shape != value.shape:
             raise ValueError(f"a tensor of shape {tuple(value.shape)} cannot take the place of {tuple(mine.shape)}")
+        # A function that updated in place returns the same tensor.
         if mine is not value:
             mine.copy_(value)
 

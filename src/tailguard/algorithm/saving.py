@@ -14,10 +14,10 @@ from torch import Tensor
 from tailguard._version import __version__
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.learner_state import LearnerState
 from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import RolloutState
-from tailguard.algorithm.state import LearnerState
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs, as_vector_env, policy_inputs
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
@@ -26,6 +26,7 @@ from tailguard.models.policy import ActorCritic
 from tailguard.monitor.health import HealthMonitor
 from tailguard.places import recover
 from tailguard.risk.config import RiskConfig
+from tailguard.robust.config import RobustConfig
 from tailguard.sealed import State, flat_tensors, read_about, read_sealed, write_sealed
 
 AnyLearner = TypeVar("AnyLearner", bound=Learner)
@@ -38,14 +39,14 @@ LEARNERS: dict[str, tuple[Any, type[LearnerConfig]]] = {
 MEMBERS = "members"
 """Entry of an ensemble's description that an agent's does not have."""
 PARTS = ("weights", "state")
-"""Files of a saved agent: what it is, and what it needs to go on learning."""
+"""Files of a saved agent: what it is, and what it needs to continue learning."""
 EPISODES = ("episodes", "running_losses", "predictions", "env")
 """Parts of the state that belong to the running episodes."""
 PARAMETERS = {"policy": "agent", "policy.optimizer": "optimizer", "observations": "observations", "returns": "returns"}
 """What `get_parameters` gives, SB3's names first, and the learner's parts they come from."""
 FINITE = ("optimizer", "observations", "returns")
-"""Parts of the state that every action or update goes through; one NaN in them makes NaN of all."""
-STREAMS = ("generator", "prediction_generator")
+"""Parts of the state that every action or update depends on: one NaN in them spreads to all numbers."""
+STREAMS = ("generator", "prediction_generator", "robust")
 
 
 def save_agent(agent: Learner, folder: Path) -> None:
@@ -60,10 +61,10 @@ def load_agent(
     kind: type[AnyLearner] | None = None,
     **options: Any,
 ) -> AnyLearner:
-    """Build the agent that the folder describes and fill it; it goes on with fresh episodes.
+    """Build the agent that the folder describes and load its state; it continues with fresh episodes.
 
-    `kind`: the learner to go on with; none: the one that trained it. With another one the agent keeps its weights and
-    statistics and begins anew with the rest.
+    `kind`: the learner to continue with; none: the one that trained it. With another one the agent keeps its weights
+    and statistics, and everything else starts fresh.
     """
     folder = find_agent(folder)
     if MEMBERS in read_about(folder):
@@ -81,7 +82,7 @@ def rebuild(
     kind: type[AnyLearner] | None = None,
     **options: Any,
 ) -> AnyLearner:
-    """The agent of a description and its parts, as `describe` and `capture` gave them; see `load_agent`.
+    """The agent of a description and its parts, as `describe` and `capture` return them; see `load_agent`.
 
     `folder`: where they come from, for messages.
     """
@@ -106,6 +107,7 @@ def rebuild(
             seed=about["seed"],
             device=device,
             risk=None if about["risk"] is None else RiskConfig.from_dict(about["risk"]),
+            robust=None if about.get("robust") is None else RobustConfig.from_dict(about["robust"]),
             **options,
         )
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -134,9 +136,9 @@ def find_agent(folder: Path) -> Path:
 
 
 def capture(agent: Learner) -> dict[str, State]:
-    """Everything that decides how the agent goes on: weights, and the state of all that remembers, episodes included.
+    """Everything that an exact resume needs: weights and the state of every stateful part, running episodes included.
 
-    Weights, moments and statistics that are not finite are refused: nobody could go on from them.
+    Weights, moments and statistics that are not finite are refused: training could not continue from them.
     """
     parts = agent.parts()
     weights = parts.pop("agent").state_dict()
@@ -148,12 +150,13 @@ def capture(agent: Learner) -> dict[str, State]:
 
 
 def describe(agent: Learner) -> dict[str, Any]:
-    """What is needed to build the agent before it is filled, as JSON."""
+    """What is needed to build the agent before its state is loaded, as JSON."""
     return {
         "tailguard": __version__,
         "learner": agent.kind,
         "config": dataclasses.asdict(agent.config),
         "risk": None if agent.risk is None else dataclasses.asdict(agent.risk.config),
+        "robust": dataclasses.asdict(agent.robust) if agent.robust.enabled else None,
         "seed": agent.seed,
         "step": agent.num_timesteps,
         "observation_size": agent.env.observation_size,
@@ -164,11 +167,11 @@ def describe(agent: Learner) -> dict[str, Any]:
 
 
 def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes: bool) -> None:
-    """Put what `capture` gave into an agent built with the same settings.
+    """Load what `capture` returned into an agent built with the same settings.
 
-    `where`: the folder it comes from, for messages.
-    `episodes`: also return to the running episodes, so that the agent goes on exactly as the captured one did; its
-    environment must be of the same kind, on the same data. Otherwise it begins fresh ones.
+    `where`: the folder it comes from, for messages. `episodes`: also return to the running episodes, so that the agent
+    continues exactly as the captured one did; its environment must be of the same kind, on the same data. Otherwise it
+    begins fresh ones.
     """
     targets = agent.parts()
     weights, state = parts["weights"], dict(parts["state"])
@@ -185,7 +188,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
         expected |= {"learner": _with_episodes(agent), "env": agent.env.state_dict()}
     if not episodes and state.get("generator", {}).get("device") != agent.device.type:
         # A random stream has a form of its own on every kind of device; elsewhere the learner begins others.
-        expected |= {name: state.get(name, {}) for name in STREAMS}
+        expected |= {name: state.get(name, {}) for name in STREAMS if name in expected}
         expected["optimizer"] = {"moments": {}, "generators": {}}
     _check_fits(state, expected, "state", where)
     _check_finite(where, {"weights": weights, **{name: state[name] for name in FINITE}})
@@ -204,7 +207,7 @@ def restore(agent: Learner, parts: Mapping[str, State], where: str, *, episodes:
 
 
 def adopt(agent: Learner, parts: Mapping[str, State], where: str) -> None:
-    """Take over another learner's weights and statistics; optimiser, budget and episodes begin anew."""
+    """Take over another learner's weights and statistics; optimiser, budget and episodes start fresh."""
     weights, state = parts["weights"], parts["state"]
     kept = {name: agent.parts()[name] for name in ("observations", "returns")}
     _check_fits(weights, agent.policy.state_dict(), "weights", where)
@@ -231,7 +234,7 @@ def read_parameters(folder: Path) -> dict[str, Any]:
 
 
 def put_parameters(agent: Learner, given: Mapping[str, Any], *, exact_match: bool) -> None:
-    """Put in what `parameters_of` gave, or a part of it if `exact_match` is false. Nothing is changed on an error."""
+    """Load what `parameters_of` returned, or a part of it if `exact_match` is false. Nothing is changed on an error."""
     parts, where = agent.parts(), "set_parameters"
     unknown = sorted(given.keys() - PARAMETERS.keys())
     missing = sorted(PARAMETERS.keys() - given.keys()) if exact_match else []
@@ -269,6 +272,7 @@ def move_to(agent: Learner, env: Any) -> None:
         agent.config,
         seed=agent.seed,
         risk=risk,
+        robust=agent.robust,
         verbose=agent.verbose,
         tensorboard_log=agent.tensorboard_log,
         **options,
@@ -413,9 +417,9 @@ class _NoEnv:
 
     num_envs = 1
     episode_length = 1
-    """Stands for any: a budget that was saved has found its window already."""
+    """Any value: a saved budget already has its window."""
     differentiable = True
-    """Nobody can go through its steps, in whatever way."""
+    """Lets a pathwise learner be built; stepping is refused anyway."""
 
     def __init__(self, inputs: FlatInputs, device: torch.device) -> None:
         self.observation_size, self.action_space, self.device = inputs.observation_size, inputs.action_space, device

@@ -1,4 +1,4 @@
-"""Arguments that users of Stable-Baselines3 give, in this learner's own terms, or a sentence that names them."""
+"""Translate Stable-Baselines3's arguments to this learner's own; those without an equivalent are refused by name."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ ACTIVATIONS: dict[type[nn.Module], str] = {nn.Tanh: "tanh", nn.SiLU: "silu", nn.
 SCHEDULES = ("learning_rate", "clip_range")
 """Settings that may be functions of the remaining progress."""
 SCHEDULE_POINTS = 1025
-"""Values taken of such a function; its steps of progress, 1/1024, are exact in floating point."""
+"""Points at which such a function is sampled; their spacing, 1/1024, is exact in floating point."""
 
 
 def check_arguments(name: str, kind: type[LearnerConfig], env: Any, config: Any, options: Mapping[str, Any]) -> None:
-    """Refuse SB3's way of calling, with this learner's: its name, and the kind of its settings."""
+    """Refuse arguments in SB3's form. `name`, `kind`: the learner and the class of its settings, for messages."""
     named = options.get("policy", env)
     if "policy" in options or (isinstance(env, str) and env.endswith("Policy")):
         raise ConfigError(
@@ -156,7 +156,7 @@ def whole_number(name: str, value: Any) -> int:
 def make_writers(learner: Learner, log_interval: int, run_name: str, *, new_run: bool) -> list[Callback]:
     """What `verbose` and `tensorboard_log` ask for: a table of the metrics, and curves in a numbered folder.
 
-    `new_run`: take a new number; otherwise the last run's curves go on.
+    `new_run`: take a new number; otherwise the last run's curves continue.
     """
     writers: list[Callback] = []
     if learner.verbose:

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import CriticView
-from tailguard.models.critics import CategoricalCritic, Critic, ScalarCritic
 from tailguard.models.policy import ActorCritic, ReturnCritic
-from tailguard.optim import VarianceGradientScaler
-from tailguard.returns import MomentsChange, RunningMoments, popart_rescale, rescale_moments
+from tailguard.optim import VarianceGradientScaler, moments_of
+from tailguard.returns import MomentsChange, RunningMoments, rescale_moments
 
 SUPPORT_DRIFT_LIMIT = 1.0
-"""A categorical support that fits the returns worse than this (see `support_drift`) is laid over them anew."""
+"""A support that fits the returns worse than this (see `Critic.support_drift`) is laid over them anew."""
 
 
 @torch.no_grad()
@@ -26,22 +25,15 @@ def move_return_scale(
 
     What optimiser and scaler remember of the heads' gradients is brought into the new units too.
     """
-    ratio = change.old_std / change.new_std
+    ratio, powers = change.old_std / change.new_std, moments_of(optimizer)
     for critic in policy.each_critic():
-        heads: list[Critic] = [critic.value]
-        if critic.distribution is not None:
-            heads.append(critic.distribution)
-        for head in heads:
-            degree = 2 if isinstance(head, ScalarCritic) else 1
-            for layer in head.return_layers():
-                popart_rescale(
-                    layer.weight, layer.bias, change.old_mean, change.old_std, change.new_mean, change.new_std
-                )
-                for parameter in (layer.weight, layer.bias):
-                    rescale_moments(optimizer.state[parameter], change.old_std, change.new_std, degree)
-                    if scaler is not None:
-                        scaler.rescale(parameter, ratio ** (degree - 1))
-            head.rescale_support(change.old_mean, change.old_std, change.new_mean, change.new_std)
+        for head in critic.heads:
+            head.rescale(change)
+            for parameter in (parameter for layer in head.return_layers() for parameter in layer.parameters()):
+                known = optimizer.state.get(parameter, {})
+                rescale_moments(known, change.old_std, change.new_std, head.loss_degree, powers)
+                if scaler is not None:
+                    scaler.rescale(parameter, ratio ** (head.loss_degree - 1))
 
 
 def return_spread(samples: Tensor, valid: Tensor, moments: RunningMoments) -> Tensor:
@@ -58,9 +50,9 @@ def return_spread(samples: Tensor, valid: Tensor, moments: RunningMoments) -> Te
 
 
 def support_drift(policy: ActorCritic, spread: Tensor | float = 1.0) -> Tensor | None:
-    """How badly the worst categorical support fits the returns by now, []; None where there is none."""
-    heads = [critic.distribution for critic in policy.each_critic()]
-    drifts = [head.support_drift(spread) for head in heads if isinstance(head, CategoricalCritic)]
+    """How badly the worst support of a critic fits the returns by now, []; None where there is none."""
+    each = [head.support_drift(spread) for critic in policy.each_critic() for head in critic.heads]
+    drifts = [drift for drift in each if drift is not None]
     return torch.stack(drifts).max() if drifts else None
 
 
@@ -77,16 +69,16 @@ def reset_support(
     configured in standard deviations of the return.
     """
     moved = 0
-    for critic in policy.each_critic():
-        head = critic.distribution
-        if isinstance(head, CategoricalCritic) and float(head.support_drift(spread)) > SUPPORT_DRIFT_LIMIT:
-            head.set_support(spread * head.v_min, spread * head.v_max)
-            for parameter in (head.layer.weight, head.layer.bias):
-                for value in optimizer.state[parameter].values():
-                    value.zero_()
-                if scaler is not None:
-                    scaler.forget(parameter)
-            moved += 1
+    for head in (head for critic in policy.each_critic() for head in critic.heads):
+        drift = head.support_drift(spread)
+        if drift is None or float(drift) <= SUPPORT_DRIFT_LIMIT:
+            continue
+        for parameter in head.reset_support(spread):
+            for value in optimizer.state.get(parameter, {}).values():
+                value.zero_()
+            if scaler is not None:
+                scaler.forget(parameter)
+        moved += 1
     return moved
 
 
@@ -94,7 +86,5 @@ def old_distribution(critic: ReturnCritic, view: CriticView, moments: RunningMom
     """A critic's distribution output at the time of the rollout, in today's normalised units."""
     if critic.distribution is None or view.output.distribution is None:
         return None
-    if isinstance(critic.distribution, CategoricalCritic):
-        return view.output.distribution  # logits have no unit
-    assert view.quantiles is not None
-    return moments.normalise(view.quantiles)
+    assert view.quantiles is not None  # every distributional critic gives them
+    return critic.distribution.old_output(view.output.distribution, view.quantiles, moments)

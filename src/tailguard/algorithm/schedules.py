@@ -100,14 +100,14 @@ def is_plateau(series: Sequence[float], tolerance: float) -> bool:
 
 @dataclass(frozen=True)
 class EntropyState:
-    """What the entropy schedule remembers."""
+    """State of the entropy schedule."""
 
     history: tuple[float, ...] = ()
     """The monitored series since the last plateau, at most one window."""
     boosted: int = 0
     """Updates for which the boost still lasts."""
     plateaus: int = 0
-    """Plateaus found so far."""
+    """Plateaus detected so far."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
@@ -198,7 +198,7 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class KLStopState:
-    """The stopper's memory within one iteration: scalars on the device, so that deciding needs no host sync."""
+    """State of the stopper within one iteration: scalars on the device, so that deciding needs no host sync."""
 
     total: Tensor
     """Exponentially weighted sum of the KL."""
@@ -214,13 +214,13 @@ class KLStopState:
         return cls(zero, zero.clone(), torch.zeros((), device=device, dtype=torch.bool))
 
     def take(self, other: KLStopState) -> None:
-        """Go on with another state's values, in the present storage."""
+        """Copy another state's values into this one's storage."""
         self.total.copy_(other.total)
         self.weight.copy_(other.weight)
         self.stopped.copy_(other.stopped)
 
     def clear(self) -> None:
-        """Back to the beginning of an iteration, in the present storage."""
+        """Reset to the start of an iteration, in place."""
         for value in (self.total, self.weight, self.stopped):
             value.zero_()
 
@@ -255,7 +255,7 @@ class KLStopper:
             raise ConfigError(f"KL stop: {self}: need 0 < average_limit ≤ hard_limit and 0 ≤ decay < 1")
 
     def update(self, state: KLStopState, kl: Tensor) -> KLStopState:
-        """Take in one minibatch's KL (a scalar), before its optimiser step; a KL that is not a number stops too."""
+        """Add one minibatch's KL (a scalar), before its optimiser step; a KL that is not a number stops too."""
         total = self.decay * state.total + (1 - self.decay) * kl.detach()
         weight = self.decay * state.weight + (1 - self.decay)
         within = (total <= self.average_limit * weight) & (kl.detach() <= self.hard_limit)

@@ -1,8 +1,8 @@
 """Calls callbacks for each step of a rollout as Stable-Baselines3 does, once the rollout is collected.
 
 A rollout is collected in one piece, on a GPU as one recorded graph, so the calls come when it is complete and before
-the updates on it. The policy does not change within a rollout: an evaluation at a step finds the weights that it would
-find in SB3.
+the updates on it. The policy does not change within a rollout: an evaluation at a step uses the weights that it would
+use in SB3.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard.algorithm.rollout import Rollout
-from tailguard.monitor.callbacks import Callback, hears_steps
+from tailguard.monitor.callbacks import Callback, wants_steps
 
 if TYPE_CHECKING:
     from tailguard.algorithm.learner import Learner
 
 
 class StepReplay:
-    """Goes through the rollouts of one `learn`."""
+    """Replays the rollouts of one `learn` to the callbacks."""
 
     def __init__(self, learner: Learner, callback: Callback) -> None:
         self.learner, self.callback = learner, callback
-        self.hears_steps = hears_steps(callback)
+        self.wants_steps = wants_steps(callback)
         self.goes_on = True
-        """False once a step's callback has asked for the end."""
+        """False once a callback has asked to stop."""
         self.began = time.time()
 
     def begin(self) -> None:
         """Call `on_rollout_start`, and let an environment that gives its own infos keep them."""
         self.callback.on_rollout_start()
-        if self.hears_steps and hasattr(self.learner.env, "step_infos"):
+        if self.wants_steps and hasattr(self.learner.env, "step_infos"):
             self.learner.env.step_infos = []
 
     def __call__(self, rollout: Rollout) -> bool:
         """Call for every step, then `on_rollout_end`; whether the rollout is to be learned from.
 
-        While callbacks are called, `num_timesteps` is SB3's. If one asks for the end it stays there, the rollout's
-        later steps are not told and `on_rollout_end` is not called.
+        While callbacks are called, `num_timesteps` is SB3's. If one asks to stop, it stays there: the rollout's later
+        steps are not replayed and `on_rollout_end` is not called.
         """
         state, count = self.learner.state, self.learner.env.num_envs
         begun = state.num_timesteps
-        if self.hears_steps:
+        if self.wants_steps:
             steps = _Steps(self.learner, rollout, self.began)
             for row in range(len(rollout.rewards)):
                 state.num_timesteps = begun + (row + 1) * count
@@ -99,7 +99,7 @@ class _Steps:
 
 
 class StepInfos(Sequence[dict[str, Any]]):
-    """One step's infos, a dict for each environment, made when it is looked at: thousands would be costly.
+    """One step's infos, a dict for each environment, built on access: building thousands would be costly.
 
     What the environment said of the step; at an episode's end also SB3's `episode` (return `r`, length `l`, seconds
     since the training began `t`), `terminal_observation` and `TimeLimit.truncated`.

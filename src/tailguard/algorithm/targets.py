@@ -1,4 +1,4 @@
-"""From a rollout to what the updates learn from: values, returns, advantages, and the scale of the return."""
+"""Learning targets of a rollout: values, returns, advantages, and the scale of the return."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ SUPPORT_DRIFT, RETURNS_VARY = "support_drift", "returns_vary"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A rollout made ready for the updates."""
+    """A rollout prepared for the updates."""
 
     estimates: Estimates
     batch: Batch | None
-    """None if the rollout must not be used, and for a learner without critics that learns from the rollout alone."""
+    """None if the rollout must not be used, and for a learner that has no critics to train."""
     metrics: dict[str, Tensor]
 
 
@@ -64,7 +64,7 @@ class ReturnTargets:
         return views, estimates, usable
 
     def _evaluate_critics(self, rollout: Rollout, final_obs: Tensor | None) -> tuple[CriticView, ...]:
-        """What each critic says of a rollout; the critics' memories go on from here."""
+        """Each critic's view of a rollout; advances the critics' recurrent states."""
         context, before = self.context, self.context.state.rollout_state
         assert before is not None  # the rollout was collected
         views, memory = evaluate_critics(context.policy, rollout, self.moments, self.config.estimates, final_obs)
@@ -75,7 +75,7 @@ class ReturnTargets:
 
     @torch.no_grad()
     def rescale(self, rollout: Rollout, estimates: Estimates) -> dict[str, Tensor]:
-        """Take the value targets into the return's scale and rewrite the critics for it; returns its metrics."""
+        """Update the return's scale with the value targets and rescale the critics (PopArt); returns its metrics."""
         moments, context = self.moments, self.context
         change = moments.update(estimates.value_targets, rollout.valid & moments.varies)
         move_return_scale(context.policy, context.optimizer, change, context.scaler)
@@ -94,7 +94,7 @@ class ReturnTargets:
         return metrics
 
     def settle(self, report: dict[str, float]) -> dict[str, float]:
-        """Draw the conclusions that must wait until the metrics are read: returns that vary, supports that drifted."""
+        """Apply decisions that need metrics on the host: whether returns vary, and supports that drifted."""
         self.moments.started = bool(report.pop(RETURNS_VARY, self.moments.started))
         if SUPPORT_DRIFT in report:
             drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT

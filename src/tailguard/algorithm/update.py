@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tailguard.algorithm.config import LearnerConfig, PPOConfig
 from tailguard.algorithm.estimate import Estimates
+from tailguard.algorithm.loss_terms import LossTerm, split_term
 from tailguard.algorithm.losses import (
     clipped_surrogate,
     entropy_loss,
@@ -21,8 +22,8 @@ from tailguard.algorithm.losses import (
 )
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.scale import old_distribution
-from tailguard.algorithm.value_losses import CriticLoss, critic_loss
-from tailguard.models.policy import ActorCritic, CriticOutput, PolicyOutput, PolicyState
+from tailguard.models.critics import CriticLoss
+from tailguard.models.policy import ActorCritic, CriticOutput, PolicyState
 from tailguard.returns import RunningMoments
 
 
@@ -99,6 +100,7 @@ def make_batch(
     head = policy.each_critic()[0].distribution
     if estimates.distribution_targets is not None and head is not None:
         samples = head.encode(moments.normalise(estimates.distribution_targets))
+    critics = policy.each_critic()[: len(estimates.views)]  # a learner may have no use for them
     return Batch(
         obs=rollout.scaled_obs,
         episode_start=rollout.episode_start,
@@ -111,8 +113,7 @@ def make_batch(
         old_values=tuple(moments.normalise(view.value).unsqueeze(-1) for view in estimates.views),
         distribution_targets=samples,
         old_distributions=tuple(
-            old_distribution(critic, view, moments)
-            for critic, view in zip(policy.each_critic(), estimates.views, strict=True)
+            old_distribution(critic, view, moments) for critic, view in zip(critics, estimates.views, strict=True)
         ),
         state=rollout.start_state,
         extra={},
@@ -127,20 +128,6 @@ class Hyper:
     clip_range: Tensor
     entropy_coef: Tensor
     kl_coef: Tensor
-
-
-class LossTerm(Protocol):
-    """An extension that adds a term to the loss."""
-
-    name: str
-
-    def prepare(self, rollout: Rollout, estimates: Estimates, batch: Batch, progress: float) -> Batch:
-        """Before the epochs: add what the term needs to `batch.extra`; `progress` is the share of training done."""
-        ...
-
-    def loss(self, policy: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:
-        """The weighted term per sample, [L, B]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,9 @@ def loss_of_features(
     if config.kl_penalty > 0:
         terms["kl"] = hyper.kl_coef * mean(kl)
     for extension in extensions:
-        terms[extension.name] = mean(extension.loss(policy, output, batch))
+        found = split_term(extension.loss(policy, output, batch))
+        terms[extension.name] = mean(found.values)
+        metrics |= {name: mean(values.detach()) for name, values in found.metrics.items()}
     with torch.no_grad():
         share = weights.sum() / total_weight
         metrics |= {
@@ -284,21 +273,15 @@ def critic_losses(
     """Each critic against its own old output."""
     values: list[CriticLoss] = []
     distributions: list[CriticLoss] = []
+    settings = config.critic_loss
     for critic, found, old_value, old_spread in zip(
         policy.each_critic(), outputs, batch.old_values, batch.old_distributions, strict=True
     ):
-        values.append(critic_loss(critic.value, found.value, batch.value_targets, old_value, config.clip))
+        values.append(critic.value.clipped_loss(found.value, batch.value_targets, old_value, settings))
         if critic.distribution is not None and found.distribution is not None:
             assert batch.distribution_targets is not None  # a distributional critic always comes with targets
             distributions.append(
-                critic_loss(
-                    critic.distribution,
-                    found.distribution,
-                    batch.distribution_targets,
-                    old_spread,
-                    config.clip,
-                    config.huber_kappa,
-                )
+                critic.distribution.clipped_loss(found.distribution, batch.distribution_targets, old_spread, settings)
             )
     return CriticLosses(values, distributions)
 

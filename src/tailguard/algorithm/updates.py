@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.algorithm.context import TrainingContext
 from tailguard.algorithm.iteration_metrics import GradientNorms
+from tailguard.algorithm.loss_terms import LossTerm
 from tailguard.algorithm.losses import masked_mean
 from tailguard.algorithm.optimizers import optimizer_metrics, unless
 from tailguard.algorithm.schedules import KLStopper, KLStopState
 from tailguard.algorithm.update import (
     Batch,
     Hyper,
-    LossTerm,
     MinibatchLoss,
     critic_minibatch_loss,
     loss_of_critic_features,
     loss_of_features,
     minibatch_loss,
 )
+from tailguard.device_ops import shuffled
 from tailguard.monitor.device_metrics import MeanMetrics
-from tailguard.shuffle import shuffled
 
 GROUPS = "groups"
 """Key under which the norms of all parts' gradients travel together, until they are named."""

@@ -14,8 +14,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor, nn
 
+from tailguard.bench.own_learner import EPOCHS, UNITS, Shape, trading_env
 from tailguard.bench.timing import Workload
-from tailguard.bench.training import EPOCHS, UNITS, Shape, trading_env
 from tailguard.envs.gym_trading import TradingGymEnv
 
 if TYPE_CHECKING:

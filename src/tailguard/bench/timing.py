@@ -23,14 +23,14 @@ class Workload:
     """Something to time."""
 
     turn: Callable[[], object]
-    """Does the work once, and is done when it returns."""
+    """Runs the work once, synchronously."""
     steps: int
     """Environment steps in a turn."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a candidate reached."""
+    """Measured speed of a candidate."""
 
     per_second: float
     """Median of the turns, in steps per second."""
@@ -43,7 +43,7 @@ Group = Mapping[str, Callable[[], Workload]]
 
 
 def nothing(name: str) -> None:
-    """Say nothing."""
+    """A report function that prints nothing."""
 
 
 def take_turns(

@@ -96,7 +96,7 @@ def _machine(threads: int) -> str:
 
 def _simulator(prepared: PreparedBars, repeats: int, max_envs: int, console: Console) -> Table:
     """The market alone, and the whole environment."""
-    from tailguard.bench.simulator import BATCHES, environment_rate, market_rate, rate_table
+    from tailguard.bench.step_rates import BATCHES, environment_rate, market_rate, rate_table
     from tailguard.cli.common import shown_steps
     from tailguard.market import build_market
 
@@ -115,7 +115,7 @@ def _simulator(prepared: PreparedBars, repeats: int, max_envs: int, console: Con
 
 def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Console) -> Table:
     """Our learner on the CPU, next to sb3-contrib's if it is installed."""
-    from tailguard.bench.training import AS_PEOPLE_RUN_IT, DEFAULTS, EPOCHS, EQUAL, EVERYTHING, UNITS, ours
+    from tailguard.bench.own_learner import AS_PEOPLE_RUN_IT, DEFAULTS, EPOCHS, EQUAL, EVERYTHING, UNITS, ours
 
     equal, defaults, few = (shape.at_most(max_envs) for shape in (EQUAL, DEFAULTS, AS_PEOPLE_RUN_IT))
     alike: Group = {
@@ -140,7 +140,7 @@ def _training(prepared: PreparedBars, turns: int, max_envs: int, console: Consol
 
 def _gpu(prepared: PreparedBars, turns: int, max_envs: int, console: Console) -> Table:
     """The reference network on the GPU: LSTM 128 shared by actor and twin quantile critics."""
-    from tailguard.bench.training import EPOCHS, EVERYTHING, Shape, ours
+    from tailguard.bench.own_learner import EPOCHS, EVERYTHING, Shape, ours
 
     network: dict[str, Any] = {"hidden": (128,), "lstm_size": 128, "activation": "silu", "memory": "shared"}
     small, large = Shape(4_096, 64, 65_536).at_most(max_envs), Shape(32_768, 32, 262_144).at_most(max_envs)

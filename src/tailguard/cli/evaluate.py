@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from tailguard.cli.application import app
 from tailguard.cli.common import TrustPlugins, shown_steps
 from tailguard.console import say
+from tailguard.errors import ConfigError
 from tailguard.places import check_writable_place, replace_synced
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from rich.console import Console
+
+    from tailguard.evaluate.overlap import Overlap
+    from tailguard.evaluate.robustness_of_run import RobustnessOfRun
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
 Trials = Annotated[
@@ -22,6 +34,12 @@ Trials = Annotated[
     ),
 ]
 Symbol = Annotated[str | None, typer.Option(help="Trade only this symbol, for an agent with one symbol per account.")]
+
+
+Benchmark = Annotated[
+    Path | None, typer.Option(help="Bars of one symbol to compare the agent with: any frequency, closes are enough.")
+]
+RiskFree = Annotated[float, typer.Option(help="Risk-free rate a year for the comparison with the benchmark: 0.03.")]
 
 
 @app.command()
@@ -48,15 +66,45 @@ def backtest(
         typer.Option("--json", metavar="FILE", help="Write all metrics as JSON; - prints them and nothing else."),
     ] = None,
     trials: Trials = None,
+    feed: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Show the agent clean and under a fault of its feed: late:2, bad_tick:0.05@0.01, late:2+frozen, all. "
+            "May be given several times."
+        ),
+    ] = None,
+    attack: Annotated[
+        list[str] | None,
+        typer.Option(help="Show it clean and under an attack on what it sees: pgd, fgsm, sgld, random. Repeatable."),
+    ] = None,
+    epsilon: Annotated[
+        list[str] | None,
+        typer.Option(help="Size of the attack in standard deviations of each feature: 0.05, or 0.02,0.05,0.1."),
+    ] = None,
+    norm: Annotated[Literal["linf", "l2"], typer.Option(help="What epsilon bounds: each feature, or all.")] = "linf",
+    attack_steps: Annotated[int, typer.Option(help="Gradient steps of pgd and sgld at each bar.")] = 10,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file for --feed and --attack. Default: robustness.html in the run."),
+    ] = None,
+    benchmark: Benchmark = None,
+    risk_free: RiskFree = 0.0,
     trust_plugins: TrustPlugins = False,
 ) -> None:
-    """Backtest a run's agent and compare it with the baselines, net of all costs."""
+    """Backtest a run's agent and compare it with the baselines, net of all costs.
+
+    With --feed or --attack: the agent beside itself, clean and disturbed.
+    """
     from rich.console import Console
 
+    from tailguard.data.sources import load_bars
     from tailguard.data.storage import check_writable, write_frame
     from tailguard.evaluate.baselines import AGENT
+    from tailguard.evaluate.benchmark import compare_with, finite_values
     from tailguard.evaluate.results_table import print_summary
+    from tailguard.evaluate.robustness_of_run import Disturbances, disturb_saved_run, parse_epsilons
     from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
+    from tailguard.experiment.layout import RunLayout
     from tailguard.experiment.trained_run import read_run_config
     from tailguard.validate import check_count
 
@@ -68,29 +116,83 @@ def backtest(
         if path is not None:
             check_writable_place(path)
     console = Console(stderr=json_file == "-")
+    disturbances = Disturbances(
+        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps
+    )
     read_run_config(run, trust_plugins=trust_plugins)
     stress = Stress(costs, delay, noise)
+    about = {"run": str(run), "costs": costs, "delay": delay, "noise": noise}
+    if disturbances:
+        if csv is not None:
+            raise ConfigError("--csv: holds the bars of one backtest; with --feed or --attack use --json")
+        disturbed = _show_disturbed(
+            out or RunLayout(run).robustness_path,
+            partial(disturb_saved_run, run, data, split, symbol, stress, disturbances),
+            lambda: shown_steps("backtest", 1 + disturbances.count, console),
+            None if json_file == "-" else console,
+        )
+        _write_json(json_file, about | disturbed, console)
+        return
+    if out is not None:
+        raise ConfigError("--out: is the page of --feed and --attack; name one of them")
     backtested = backtest_saved_run(
         run, data, split, symbol, stress, trials, lambda: shown_steps("backtest", 12, console)
     )
+    relative = None
+    if benchmark is not None:
+        relative = compare_with(backtested.summary.results[AGENT], load_bars(benchmark), risk_free)
     if json_file != "-":
-        for line in backtested.seen.lines():
-            console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
+        _print_warnings(backtested.seen, console)
         print_summary(backtested.summary, backtested.title, console)
         console.print()
         for line in backtested.lines():
             say(console, line)
+        if relative is not None:
+            say(console, f"relative {relative.describe()}")
     if csv is not None:
         write_frame(backtested.summary.results[AGENT].frame(), csv)
         say(console, f"saved    {csv}")
-    if json_file is not None:
-        about = {"run": str(run), "part": backtested.title, "costs": costs, "delay": delay, "noise": noise}
-        text = json.dumps(about | backtested.to_json(), indent=2)
-        if json_file == "-":
-            typer.echo(text)
-        else:
-            replace_synced(Path(json_file), f"{text}\n".encode())
-            say(console, f"saved    {json_file}")
+    beside = {} if relative is None else {"benchmark": finite_values(relative)}
+    _write_json(json_file, about | {"part": backtested.title} | backtested.to_json() | beside, console)
+
+
+def _show_disturbed(
+    page: Path,
+    work: Callable[[Callable[[], AbstractContextManager[Callable[[str], None]]]], RobustnessOfRun],
+    progress: Callable[[], AbstractContextManager[Callable[[str], None]]],
+    console: Console | None,
+) -> dict[str, Any]:
+    """Compare the clean and the disturbed agent: write the page, print the table where there is a console."""
+    from tailguard.evaluate.report import check_place, write_page
+    from tailguard.evaluate.results_table import print_rows
+
+    check_place(page)
+    disturbed = work(progress)
+    write_page(disturbed.page(), page)
+    if console is not None:
+        _print_warnings(disturbed.seen, console)
+        print_rows(*disturbed.rows(), console)
+        console.print()
+        for line in (*disturbed.lines(), f"page     {page}"):
+            say(console, line)
+    return {"part": disturbed.title, **disturbed.to_json()}
+
+
+def _print_warnings(seen: Overlap, console: Console) -> None:
+    for line in seen.lines():
+        console.print(line, style="bold red", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write_json(place: str | None, figures: dict[str, Any], console: Console) -> None:
+    """Write figures to a file, print them for -, or do nothing."""
+    if place is None:
+        return
+    text = json.dumps(figures, indent=2)
+    if place == "-":
+        typer.echo(text)
+    else:
+        replace_synced(Path(place), f"{text}\n".encode())
+        say(console, f"saved    {place}")
 
 
 @app.command()
@@ -112,18 +214,23 @@ def report(
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Also write the report as a PNG image.")] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns as CSV files.")
+        bool, typer.Option("--csv", help="Also write bars, trades, months, drawdowns and exposures as CSV files.")
     ] = False,
+    parquet: Annotated[bool, typer.Option("--parquet", help="The same tables as Parquet files.")] = False,
+    benchmark: Benchmark = None,
+    risk_free: RiskFree = 0.0,
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. The page works offline."""
     from rich.console import Console
 
+    from tailguard.data.sources import load_bars
+    from tailguard.evaluate.benchmark import compare_with
     from tailguard.evaluate.budget import Budget
     from tailguard.evaluate.report import check_place, write_report
-    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.collect import collect, planned_steps
     from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
-    from tailguard.evaluate.report.record_tables import write_csv
+    from tailguard.evaluate.report.record_tables import write_tables
     from tailguard.evaluate.report.verdict import verdict
     from tailguard.evaluate.stressed_backtest import select_account
     from tailguard.experiment.layout import RunLayout
@@ -147,15 +254,18 @@ def report(
     if symbol is not None:
         opened = opened.select(symbol)
     budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
-    with shown_steps("report", work_ahead(opened), console) as begin:
+    with shown_steps("report", planned_steps(opened), console) as begin:
         data = collect(opened, budget=budget, trials=trials, before_each=begin)
+    if benchmark is not None:
+        data = replace(data, relative=compare_with(data.agent, load_bars(benchmark), risk_free))
     write_report(data, path)
     say(console, f"verdict  {verdict(data)}")
     say(console, f"report   {path}")
-    if csv:
-        folder = path.with_name(f"{path.stem}_data")
-        write_csv(data, folder)
-        say(console, f"saved    {folder}")
+    folder = path.with_name(f"{path.stem}_data")
+    for wanted, suffix in ((csv, "csv"), (parquet, "parquet")):
+        if wanted:
+            write_tables(data, folder, suffix)  # type: ignore[arg-type]  # both are in the list above
+            say(console, f"saved    {folder} ({suffix})")
     for suffix, save in exports:
         save(path, path.with_suffix(suffix))
         say(console, f"saved    {path.with_suffix(suffix)}")

@@ -108,13 +108,13 @@ def _report_after_training(result: RunResult, console: Console) -> None:
     """Write the report of a run that has just finished, reusing its backtests."""
     from tailguard.evaluate.baselines import AGENT
     from tailguard.evaluate.report import write_report
-    from tailguard.evaluate.report.collect import collect, work_ahead
+    from tailguard.evaluate.report.collect import collect, planned_steps
     from tailguard.evaluate.report.verdict import judge, sharpe_in_words
     from tailguard.experiment.trained_run import open_run
 
     opened = open_run(result.folder)
     path = opened.layout.report_path
-    with shown_steps("report", work_ahead(opened, result.summary), console) as begin:
+    with shown_steps("report", planned_steps(opened, result.summary), console) as begin:
         data = collect(opened, known=result.summary, before_each=begin)
     write_report(data, path)
     line = f"report   {path}: {judge(data)}, Sharpe ratio {sharpe_in_words(data.sharpes[AGENT])}"
@@ -127,7 +127,7 @@ def _train_walk_forward(
     """Train and test fold by fold, print the result and write its page; the same call resumes an interrupted one."""
     from tailguard.config import to_yaml
     from tailguard.evaluate.report import write_page
-    from tailguard.evaluate.report.folds import print_walk_forward, walk_forward_page
+    from tailguard.evaluate.report.walk_forward_page import print_walk_forward, walk_forward_page
     from tailguard.experiment.build import load_bars_in_memory
     from tailguard.runs.folder import RunFolder
     from tailguard.runs.walk_forward import run_walk_forward

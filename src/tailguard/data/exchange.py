@@ -86,7 +86,7 @@ class Exchange:
         _known(f"{exchange} timeframe", timeframe, list(client.timeframes))
         step = parse_frequency(timeframe) // timedelta(milliseconds=1)
         say(f"connecting to {exchange}")
-        _insist(client, ccxt, client.load_markets, retry, say, first=True)
+        _with_retries(client, ccxt, client.load_markets, retry, say, first=True)
         _known(f"{exchange} symbol", symbol, client.symbols)
         return cls(
             client=client,
@@ -96,7 +96,7 @@ class Exchange:
             step=step,
             page=client.feature_value(symbol, "fetchOHLCV", "limit", USUAL_PAGE) or USUAL_PAGE,
             # The local clock may be ahead and treat a bar as complete that is still forming.
-            now=_insist(client, ccxt, client.fetch_time, retry, say)
+            now=_with_retries(client, ccxt, client.fetch_time, retry, say)
             if client.has.get("fetchTime")
             else client.milliseconds(),
             retry=retry,
@@ -124,6 +124,13 @@ class Exchange:
             else:  # nothing traded or recorded for a whole page
                 since += self.page * gap.step
 
+    def closed_since(self, since: int) -> list[Row]:
+        """Bars that open at this time or later and have closed by the exchange's clock, one page of them."""
+        client = self.client
+        fetch_time = client.fetch_time if client.has.get("fetchTime") else client.milliseconds
+        now = _with_retries(client, self.errors, fetch_time, self.retry, self.say)
+        return [row for row in self._ask(since) if row[0] >= since and row[0] + self.step <= now]
+
     def _following(self, known: Row) -> list[Row]:
         """A page that follows the known bar without a gap; up to three requests, the last one from a bar earlier."""
         moment = known[0]
@@ -143,7 +150,7 @@ class Exchange:
         )
 
     def _ask(self, since: int) -> list[Row]:
-        answer = _insist(
+        answer = _with_retries(
             self.client,
             self.errors,
             lambda: self.client.fetch_ohlcv(self.symbol, self.timeframe, since, self.page),
@@ -187,7 +194,7 @@ class Exchange:
         )
 
 
-def _insist(
+def _with_retries(
     client: Any, errors: Any, request: Callable[[], Result], retry: Retry, say: Say, first: bool = False
 ) -> Result:
     """Repeat a request on network errors and rate limits, with growing pauses.

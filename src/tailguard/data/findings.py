@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
+
+if TYPE_CHECKING:
+    from tailguard.data.calendars import Timetable
 
 Level = Literal["ok", "skipped", "warning", "error"]
 Row = dict[str, Any]
@@ -88,6 +91,8 @@ class Report:
     """Numeric columns of the files that only custom features use."""
     notes: tuple[str, ...] = ()
     """Further notes for the user."""
+    timetable: Timetable | None = None
+    """The calendar of the bars."""
 
     @property
     def errors(self) -> tuple[Check, ...]:
@@ -112,7 +117,7 @@ def time_label(time: datetime) -> str:
 def judge(
     name: str,
     promise: str,
-    found: pl.DataFrame,
+    offending: pl.DataFrame,
     describe: Callable[[Row], str],
     *,
     noun: str = "bar",
@@ -124,15 +129,15 @@ def judge(
 
     A column `context` marks rows that only provide context; they are checked with another piece.
     """
-    if CONTEXT in found.columns:
-        found = found.filter(~pl.col(CONTEXT))
-    if found.is_empty():
+    if CONTEXT in offending.columns:
+        offending = offending.filter(~pl.col(CONTEXT))
+    if offending.is_empty():
         return Check(name, "ok", promise)
     offenders = tuple(
         Offender(row["file"], row["row"], row["symbol"], row["time"], describe(row))
-        for row in found.head(SHOWN).iter_rows(named=True)
+        for row in offending.head(SHOWN).iter_rows(named=True)
     )
-    return Check(name, level, promise, noun, fault, found.height, offenders, remedy)
+    return Check(name, level, promise, noun, fault, offending.height, offenders, remedy)
 
 
 def skipped(name: str) -> Check:

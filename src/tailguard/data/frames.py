@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from tailguard.data.columns import is_time_name
+from tailguard.data.layouts import rows_of_levels
 from tailguard.errors import BarsError
 
 Frame = Any
@@ -30,18 +31,22 @@ def read_frame(data: Frame) -> pl.DataFrame:
         return data
     columns = data.columns
     if columns.nlevels > 1:
+        levels = {tuple(map(str, name)): _series(str(name), data[name]) for name in columns}
+        rows = rows_of_levels(levels, _index(data))
+        if rows is not None:
+            return rows
         raise BarsError(
             f"pandas frame: its columns have {columns.nlevels} levels, like {columns[0]!r}. Choose one symbol, as in "
             "frame.xs('BTC-USD', axis=1, level=1), or bring the symbols into a column `symbol`"
         )
     if not columns.is_unique:
         raise BarsError(f"pandas frame: two columns are named {columns[columns.duplicated()][0]!r}; rename or drop one")
-    found = {name: _series(name, data[column]) for name, column in zip(map(str, columns), columns, strict=True)}
+    series = {name: _series(name, data[column]) for name, column in zip(map(str, columns), columns, strict=True)}
     for name, level in _index(data).items():
-        if name in found:
+        if name in series:
             raise BarsError(f"pandas frame: its index and a column are both named {name!r}; rename or drop one")
-        found[name] = level
-    return pl.DataFrame(found)
+        series[name] = level
+    return pl.DataFrame(series)
 
 
 def _is_pandas(data: object) -> bool:
@@ -51,7 +56,7 @@ def _is_pandas(data: object) -> bool:
 
 def _index(data: Frame) -> dict[str, pl.Series]:
     """The index as a named column, unless it only numbers the rows; a DatetimeIndex of any name holds the times."""
-    index, found = data.index, {}
+    index, series = data.index, {}
     if type(index).__name__ == "RangeIndex" and index.name is None:
         return {}
     for place in range(index.nlevels):
@@ -59,8 +64,8 @@ def _index(data: Frame) -> dict[str, pl.Series]:
         name = "index" if level.name is None else str(level.name)
         if level.dtype.kind == "M" and not is_time_name(name):
             name = "index"
-        found[name] = _series(name, level.to_series())
-    return found
+        series[name] = _series(name, level.to_series())
+    return series
 
 
 def _series(name: str, values: Any) -> pl.Series:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailguard.data.panel import Panel
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Accounts, Bars
@@ -30,6 +30,23 @@ class PreparedBars:
     """Rows on which every feature is defined, [R]."""
     scaler: Scaler
     """The scaling that was applied; give it to the environment of a later split."""
+    available: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    """Assets that may be held, [R, A]: listed, with all features defined. `features` then end with a mask of them.
+    None: all assets, on every usable row."""
+    seen_close: NDArray[np.float64] | None = field(default=None, kw_only=True)
+    """Closes as a feed with faults shows them, [R, A]: what volatility scaling reads; None: those of the panel."""
+    rescaled_from: int | None = field(default=None, kw_only=True)
+    """First row of copies of the bars with another volatility, which only training uses; None: there are none."""
+
+    @property
+    def seen_panel(self) -> Panel:
+        """The bars that decisions are made from; fills are at the prices of `panel`."""
+        return self.panel if self.seen_close is None else replace(self.panel, close=self.seen_close)
+
+    @property
+    def own_rows(self) -> int:
+        """Number of rows that are the bars themselves."""
+        return self.panel.rows if self.rescaled_from is None else self.rescaled_from
 
 
 def prepare(
@@ -55,7 +72,47 @@ def prepare(
         if not (table.valid & panel.tradeable).any():
             raise _nothing_defined(bars.source, panel, longest_warmup(bars, features))
         scaler = Scaler.fit(table, panel.tradeable)
-    return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)
+    features_, names, available = scaler.transform(table), table.names, table.available
+    if available is not None:
+        # The agent sees which assets are there; what is not known of the others is 0, as on average.
+        features_ = np.hstack([np.nan_to_num(features_), available.astype(np.float32)])
+        names = (*names, *(f"listed:{symbol}" for symbol in panel.symbols))
+    return PreparedBars(panel, features_, names, table.valid, scaler, available=available)
+
+
+def with_rescaled_copies(
+    prepared: PreparedBars, bars: Bars, factors: Sequence[float], accounts: Accounts = "portfolio"
+) -> PreparedBars:
+    """The bars followed by a copy for each factor, whose volatility is multiplied by it, in segments of their own.
+
+    The copies' features are computed from their own prices and scaled as those of the bars. Their times are those of
+    the bars, so that what is left out of training by time is left out of every copy.
+    """
+    from tailguard.data.rescaled import rescale_returns
+
+    panel, features, usable = prepared.panel, [prepared.features], [prepared.usable]
+    available = [prepared.available]
+    for factor in factors:
+        copy = prepare(rescale_returns(bars, factor), scaler=prepared.scaler, accounts=accounts)
+        first_segment = int(panel.segment[-1]) + 1
+        panel = panel.followed_by(replace(copy.panel, segment=copy.panel.segment + np.int32(first_segment)))
+        features.append(copy.features)
+        usable.append(copy.usable)
+        available.append(copy.available)
+    return replace(
+        prepared,
+        panel=panel,
+        features=np.concatenate(features),
+        usable=np.concatenate(usable),
+        available=join_available(available),
+        rescaled_from=prepared.own_rows if factors else None,
+    )
+
+
+def join_available(copies: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
+    """The rows of several copies of the same bars one after the other; None where all assets are always there."""
+    known = [copy for copy in copies if copy is not None]
+    return np.concatenate(known) if known else None
 
 
 def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:
@@ -74,6 +131,6 @@ def _check_memory(rows: int, features: int, source: str) -> None:
     needed, free = 20.0 * rows * features, free_memory()
     if needed > free:
         raise BarsError(
-            f"{source}: {features} features of {rows:,} bars take at least {in_words(needed)} of memory, and "
-            f"{in_words(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
+            f"{source}: {features} features of {rows:,} bars take at least {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free. Prepare the bars once and train from disk: tailguard data prepare"
         )

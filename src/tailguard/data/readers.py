@@ -17,9 +17,9 @@ import polars as pl
 
 from tailguard.data.bars import REQUIRED
 from tailguard.data.columns import POSITIONAL, positional_names
-from tailguard.data.mapped import MANIFEST
+from tailguard.data.disk.arrays import MANIFEST
 from tailguard.errors import BarsError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 
 Paths = str | Path | Sequence[str | Path]
 
@@ -206,8 +206,8 @@ def check_memory(files: Sequence[Path], name: str) -> None:
 
 def too_large(name: str, needed: float) -> BarsError:
     return BarsError(
-        f"{name}: these bars take at least {in_words(needed)} of memory, and {in_words(free_memory())} are free. "
-        "Prepare them once and train from disk: tailguard data prepare"
+        f"{name}: these bars take at least {format_bytes(needed)} of memory, and {format_bytes(free_memory())} are "
+        "free. Prepare them once and train from disk: tailguard data prepare"
     )
 
 

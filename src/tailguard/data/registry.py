@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED
+from tailguard.data.session_columns import SESSION_COLUMNS
 from tailguard.errors import ConfigError, TailguardError
 
 Build = Callable[[], pl.Expr]
@@ -38,10 +39,11 @@ class Feature:
         expression = self.build()
         if not isinstance(expression, pl.Expr):
             raise FeatureError(f"feature {self.name!r} returned {type(expression).__name__}; it must return a pl.Expr")
-        readable = {"time"} if self.market_wide else {"time", *REQUIRED, *self.needs}
+        shared = {"time", *(name for name in self.needs if name in SESSION_COLUMNS)}
+        readable = shared if self.market_wide else {"time", *REQUIRED, *self.needs}
         for column in sorted(set(expression.meta.root_names()) - readable):
             if self.market_wide:
-                hint = "a market-wide feature reads the time only"
+                hint = "a market-wide feature reads the time only, and the columns of sessions"
             elif column in OPTIONAL:
                 hint = f"declare it: needs=({column!r},)"
             else:
@@ -101,7 +103,7 @@ def feature(
 def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
     """The features of these names, in their order; an unknown or repeated name is an error."""
     names = tuple(names)
-    found: dict[str, Feature] = {}
+    chosen: dict[str, Feature] = {}
     for name in names:
         if name not in FEATURES:
             nearest = difflib.get_close_matches(name, FEATURES, n=1, cutoff=0.5)
@@ -110,9 +112,9 @@ def find_features(names: Iterable[str]) -> tuple[Feature, ...]:
                 f"feature {name!r}: no such feature. {hint} Register your own with @tailguard.feature; for the command "
                 "line, in a file that the setting plugins names"
             )
-        if name in found:
+        if name in chosen:
             raise ConfigError(f"feature {name!r} is requested twice")
-        found[name] = FEATURES[name]
-    if not found:
+        chosen[name] = FEATURES[name]
+    if not chosen:
         raise ConfigError("no feature is requested; name at least one, or pass None for all that the bars allow")
-    return tuple(found.values())
+    return tuple(chosen.values())

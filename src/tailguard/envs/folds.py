@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tailguard.envs.randomised import MixedStarts
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.validate import check_count
@@ -18,7 +19,7 @@ MOST_STARTS = 50_000_000
 
 
 @dataclass(frozen=True)
-class Fold:
+class EpisodeFold:
     """One of several stretches of time with equally many episode starts."""
 
     first_ms: int
@@ -31,29 +32,33 @@ class Fold:
     """Rows of the episodes that come no closer to it than an embargo, [S] int64."""
 
 
-def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[Fold]:
+def cut_folds(env: TradingEnv, folds: int, embargo_ms: int) -> list[EpisodeFold]:
     """Cut the episodes of an environment into folds by time.
 
-    To leave a fold out, restrict the environment's `starts` to those outside. Features look back, so no episode outside
-    is closer to the fold than the embargo.
+    To leave a fold out, restrict the environment to the starts outside (`TradingEnv.restrict_starts`). Features look
+    back, so no episode outside is closer to the fold than the embargo. Rescaled copies of the bars are left out by the
+    same times; an agent is judged on the bars themselves.
     """
     check_count("folds", folds, low=2)
-    count = env.starts.shape[0]
+    # The folds of randomised bars are those of the clean ones.
+    starts = env.starts.rows if isinstance(env.starts, MixedStarts) else env.starts
+    count = starts.shape[0]
     if count > MOST_STARTS:
         raise ConfigError(f"training.members: {count:,} episode starts are too many to cut into folds; set it to 1")
-    rows = env.starts.index_select(0, torch.arange(count, device=env.device)).cpu().numpy()
+    rows = starts.index_select(0, torch.arange(count, device=env.device)).cpu().numpy()
     time = np.asarray(env.prepared.panel.time)
     begin, end = time[rows], time[rows + env.episode_length]
     edges = np.quantile(begin, np.arange(folds + 1) / folds, method="nearest").astype(np.int64)
     edges[-1] = end.max() + 1
     cut = []
     for first, stop in pairwise(edges.tolist()):
-        inside = (begin >= first) & (end < stop)
+        inside = (begin >= first) & (end < stop) & (rows < env.prepared.own_rows)
         outside = (end < first - embargo_ms) | (begin >= stop + embargo_ms)
         if not inside.any() or not outside.any():
             raise ConfigError(
                 f"training.members: {folds} folds of {count:,} possible episodes of {env.episode_length:,} bars are "
                 "too short to train without one and to judge on it. Use fewer members, shorter episodes or more bars"
             )
-        cut.append(Fold(first, int(end[inside].max()), *(torch.as_tensor(rows[each]) for each in (inside, outside))))
+        last = int(end[inside].max())
+        cut.append(EpisodeFold(first, last, torch.as_tensor(rows[inside]), torch.as_tensor(rows[outside])))
     return cut

@@ -28,7 +28,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 from tailguard.data.prepare import PreparedBars
-from tailguard.envs.mapped_market import PreparedMarket, is_prepared_market
+from tailguard.envs.prepared_market import PreparedMarket, is_prepared_market
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError, TailguardError
 

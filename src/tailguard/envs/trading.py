@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,24 @@ from torch import Tensor
 
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
-from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
-from tailguard.envs.mapped_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
+from tailguard.device_ops import may_hold_any
+from tailguard.envs.episodes import (
+    REWARDS,
+    EpisodeState,
+    Reward,
+    TradingTask,
+    episode_starts,
+    holdable_assets,
+    rows_before_session_ends,
+    where,
+)
+from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
+from tailguard.envs.randomisation import Randomisation, Variation, draw_variation
+from tailguard.envs.randomised import MixedStarts, RandomisedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
-from tailguard.flags import may_hold_any
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
 from tailguard.market.tables import as_tensor
 from tailguard.validate import check_choice, check_count
@@ -48,6 +60,9 @@ class TradingEnv:
     `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
     `volatility_half_life`: bars; weights are scaled down where recent volatility, weighted with this half-life, exceeds
         its median over these bars. 0: off.
+    `randomisation`: random variation of the episodes, for training; None: none. Its copies of the bars are made by
+        `tailguard.data.prepare.with_rescaled_copies`, before.
+    `flat_by_close`: sell everything at the open of each session's last bar, so that nothing is carried over a closure.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -69,6 +84,8 @@ class TradingEnv:
         reward: Reward = "log",
         shield: Shield | None = None,
         volatility_half_life: int = 0,
+        randomisation: Randomisation | None = None,
+        flat_by_close: bool = False,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -88,7 +105,10 @@ class TradingEnv:
             market = prepared.market(config, self.device, dtype)
         else:
             market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
-        self.volatility = VolatilityScaling.fit(prepared.panel, volatility_half_life) if volatility_half_life else None
+        own_bars = prepared.panel.rows_between(0, prepared.own_rows)
+        self.volatility = VolatilityScaling.fit(own_bars, volatility_half_life) if volatility_half_life else None
+        self.randomisation = randomisation if randomisation is not None and randomisation.varies_episodes else None
+        holdable = holdable_assets(prepared.panel, prepared.available)
         self.task = TradingTask(
             market=market,
             features=as_tensor(prepared.features).to(self.device),
@@ -96,7 +116,9 @@ class TradingEnv:
             episode_length=episode_length,
             reward=reward,
             shield=shield,
-            volatility_factors=volatility_factors(self.volatility, prepared.panel, self.device),
+            volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, self.device),
+            holdable=None if holdable is None else holdable.to(self.device),
+            flat_rows=rows_before_session_ends(prepared.panel).to(self.device) if flat_by_close else None,
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger
@@ -136,15 +158,20 @@ class TradingEnv:
         return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
 
     @staticmethod
-    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges:
+    def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges | MixedStarts:
         panel = prepared.panel
-        starts: Tensor | RowRanges
+        starts: Tensor | RowRanges | MixedStarts
         if isinstance(prepared, MappedBars):
             starts = prepared.starts(episode_length)
         else:
-            usable = torch.as_tensor(prepared.usable)
-            begin = torch.as_tensor(panel.tradeable)
-            starts = episode_starts(begin, usable, torch.as_tensor(panel.segment), episode_length)
+            # All feeds of randomised bars have the episodes of the first copy, the clean bars.
+            rows = prepared.rows if isinstance(prepared, RandomisedBars) else panel.rows
+            begin, usable, segment = (
+                torch.as_tensor(values[:rows]) for values in (panel.tradeable, prepared.usable, panel.segment)
+            )
+            starts = episode_starts(begin, usable, segment, episode_length)
+            if isinstance(prepared, RandomisedBars):
+                starts = MixedStarts.of(starts, prepared)
         if starts.numel() == 0:
             raise ConfigError(
                 f"{', '.join(panel.symbols)}: no unbroken stretch of {episode_length + 1:,} bars with all features "
@@ -161,7 +188,7 @@ class TradingEnv:
         if self.stagger is not None:
             phases = max(1, self.task.episode_length // self.stagger)
             age = torch.randint(phases, (self.num_envs,), generator=self.generator, device=self.device) * self.stagger
-            state = EpisodeState(state.market, state.start_equity, state.peak_equity, age)
+            state = replace(state, age=age)
         self.state = state
         return self.task.observe(state)
 
@@ -172,14 +199,18 @@ class TradingEnv:
         self.state, step = self.transition(self.state, action, self.draw())
         return step
 
-    def transition(self, before: EpisodeState, action: Tensor, rows: Tensor) -> tuple[EpisodeState, Step]:
-        """One bar as a pure function; an account whose episode ends restarts at its row of `rows`, [N]."""
-        task = self.task
+    def transition(self, before: EpisodeState, action: Tensor, drawn: Tensor) -> tuple[EpisodeState, Step]:
+        """One bar as a pure function of the state, the action and what `draw` returned."""
+        task, hold = self.task, None
         target, shielded = task.decide(action, before)
-        after, transition = task.advance(before, target)
+        if self.randomisation is not None:
+            hold = (Variation(*drawn).missed > 0).unsqueeze(1).expand_as(target)
+        after, transition = task.advance(before, target, hold)
         terminated = transition.liquidated
         truncated = (after.age >= task.episode_length) & ~terminated
         ended = terminated | truncated
+        if self.randomisation is not None:
+            after = _jumped(after, Variation(*drawn).jump.masked_fill(ended, -1))
         account = task.account(after)
         pnl, drawdown, _ = account
         final_obs = task.observe(after, account)
@@ -198,24 +229,44 @@ class TradingEnv:
         reward = task.reward_of(transition, before)
         obs = final_obs
         if may_hold_any(ended):
-            after = where(ended, self._fresh_episodes(rows), after)
+            after = where(ended, self._fresh_episodes(drawn), after)
             obs = task.observe(after)
         return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
 
+    def restrict_starts(self, rows: Tensor) -> None:
+        """Let episodes start only at these rows [S]; with randomised feeds, rows of the clean bars."""
+        starts = self.starts
+        self.starts = starts.only(rows) if isinstance(starts, MixedStarts) else rows.to(self.device)
+
     def draw(self) -> Tensor:
-        """Rows to start at, [N]: drawn at every step, so the random stream does not depend on past events."""
+        """The random numbers of a step, at every step, so the random stream does not depend on past events.
+
+        Rows to start at, [N], or with a randomisation a `Variation`, [4, N].
+        """
+        rows = self._random_starts()
+        if self.randomisation is None:
+            return rows
+        return draw_variation(self.randomisation, rows, self._random_starts(), self.generator)
+
+    def _random_starts(self) -> Tensor:
         draw = torch.randint(self.starts.shape[0], (self.num_envs,), generator=self.generator, device=self.device)
         return self.starts.index_select(0, draw)
 
-    def _fresh_episodes(self, rows: Tensor) -> EpisodeState:
-        return self.task.begin(open_accounts(rows, self.task.market.assets, self.task.market.dtype))
+    def _fresh_episodes(self, drawn: Tensor) -> EpisodeState:
+        assets, dtype = self.task.market.assets, self.task.market.dtype
+        if self.randomisation is None:
+            return self.task.begin(open_accounts(drawn, assets, dtype))
+        variation = Variation(*drawn)
+        state = self.task.begin(open_accounts(variation.rows.long(), assets, dtype))
+        return replace(state, cost_factor=variation.cost_factor.to(dtype))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Accounts, cursors and the random generator: the complete state, to resume exactly."""
         if self.state is None:
             raise ConfigError("TradingEnv.state_dict: call reset() first")
         state = self.state
-        return {
+        varied = {} if state.cost_factor is None else {"cost_factor": state.cost_factor}
+        return varied | {
             "row": state.market.row,
             "equity": state.market.equity,
             "weights": state.market.weights,
@@ -234,8 +285,16 @@ class TradingEnv:
             raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")
         put = {name: value.to(self.device) for name, value in state.items() if name != "generator"}
         market = MarketState(put["row"], put["equity"], put["weights"])
-        self.state = EpisodeState(market, put["start_equity"], put["peak_equity"], put["age"])
+        if ("cost_factor" in put) != (self.randomisation is not None):
+            raise ConfigError("state: saved with another env.randomisation")
+        self.state = EpisodeState(market, put["start_equity"], put["peak_equity"], put["age"], put.get("cost_factor"))
         self.generator.set_state(state["generator"].cpu())
 
     def close(self) -> None:
         """Nothing to release: the market is plain tensors."""
+
+
+def _jumped(state: EpisodeState, rows: Tensor) -> EpisodeState:
+    """Accounts that go on at these rows with what they hold, [N]; −1: where they are."""
+    row = torch.where(rows >= 0, rows.long(), state.market.row)
+    return replace(state, market=replace(state.market, row=row))

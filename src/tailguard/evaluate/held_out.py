@@ -17,9 +17,11 @@ from torch import Tensor
 from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
-from tailguard.evaluate.backtest import Agent
+from tailguard.evaluate.backtest import BacktestAgent
+from tailguard.experiment.faulty_feed import task_under
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskMeasure
+from tailguard.robust.feed import Feed
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -32,12 +34,12 @@ MOST_EPISODES = 2048
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What an agent made of episodes, in the order of their starts."""
+    """An agent's results over episodes, in the order of their starts."""
 
     growth: Tensor
     """Log-growth net of costs, [n] float64."""
     measured: Tensor
-    """What a budget's measure looks at: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
+    """The budget's measure: P&L or maximum drawdown [n, 1], or the net return of each bar [n, bars]."""
 
 
 class HeldOutEpisodes:
@@ -55,7 +57,7 @@ class HeldOutEpisodes:
         return max(1, math.ceil(self.task.episode_length / self.stride))
 
     @torch.no_grad()
-    def trade(self, agent: Agent, measure: RiskMeasure = "episode") -> Outcomes:
+    def trade(self, agent: BacktestAgent, measure: RiskMeasure = "episode") -> Outcomes:
         """Trade every episode with the agent's deterministic policy."""
         task, count = self.task, len(self.starts)
         device = task.features.device
@@ -83,11 +85,15 @@ class HeldOutEpisodes:
         return Outcomes(growth.cpu(), measured.cpu())
 
 
-def episodes_on(spec: TradingSpec, bars: Bars) -> list[HeldOutEpisodes]:
-    """Overlapping episodes on these bars, for each account; empty ones are left out."""
+def episodes_on(spec: TradingSpec, bars: Bars, feed: Feed | None = None) -> list[HeldOutEpisodes]:
+    """Overlapping episodes on these bars, for each account; empty ones are left out. `feed`: the faults they have."""
     accounts = []
     for part in separate(bars, spec.accounts):
-        task, usable, panel = task_for(spec, part, None, torch.float32)
+        if feed is None:
+            task, usable, panel = task_for(spec, part, None, torch.float32)
+        else:
+            task, prepared = task_under(feed, spec, part, None, torch.float32)
+            usable, panel = prepared.usable, prepared.panel
         possible = episode_starts(
             torch.as_tensor(panel.tradeable),
             torch.as_tensor(usable),

@@ -1,4 +1,4 @@
-"""Bars that an agent has seen in training or validation: results on them are no evidence of skill."""
+"""Overlap with bars that an agent has seen in training or validation: results on them are no evidence of skill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from tailguard.config import RunConfig
-from tailguard.envs.mapped_market import PreparedMarket
+from tailguard.envs.prepared_market import PreparedMarket
 from tailguard.errors import TailguardError
 from tailguard.evaluate.formatting import percent
 from tailguard.experiment.build import load_market, split_market

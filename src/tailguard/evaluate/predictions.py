@@ -48,9 +48,10 @@ def predictions(agent: Learner, bars: Bars) -> Predictions | None:
     on where an episode started, a discount so close to one that no return ends within these bars, bars with gaps.
     """
     horizon = _horizon(agent.config.gamma)
-    if agent.config.network.critic == "scalar" or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
+    distributional = agent.config.network.critic_kind.predicts_distribution
+    if not distributional or agent.spec is None or agent.spec.reward == "pnl" or horizon is None:
         return None
-    listener = _Listener(agent)
+    listener = _ObservationRecorder(agent)
     net = backtest(listener, bars, progress_bar=False).net
     rewards = np.log1p(net) if agent.spec.reward == "log" else net
     # Before a gap, and after a liquidation, the backtest does not query the agent.
@@ -74,7 +75,7 @@ def _horizon(gamma: float) -> int | None:
     return max(1, math.ceil(math.log(FORGOTTEN) / math.log(gamma))) if gamma > 0 else 1
 
 
-class _Listener:
+class _ObservationRecorder:
     """The agent, with a record of its observations."""
 
     def __init__(self, agent: Learner) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.errors import ConfigError
-from tailguard.evaluate.backtest import Agent, BacktestResult, backtest
+from tailguard.evaluate.backtest import BacktestAgent, BacktestResult, backtest
 from tailguard.evaluate.baselines import Policy
 from tailguard.market import MarketConfig
 from tailguard.market.costs import COSTS, extra_rates
@@ -36,13 +36,18 @@ def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
             cost.setting: factor * cost.rate_in(config) for cost in COSTS.values() if cost.setting is not None
         }
         extra = {kind: factor * COSTS[kind].rate_in(config) for kind in extra_rates()}
-        return replace(config, **settings, extra_costs=extra)
+        rates = {*settings, "tick"}
+        own = {
+            symbol: {name: value * factor if name in rates else value for name, value in table.items()}
+            for symbol, table in config.per_symbol.items()
+        }
+        return replace(config, **settings, tick=factor * config.tick, per_symbol=own, extra_costs=extra)
     except ConfigError as error:
         raise ConfigError(f"costs ×{factor:g}: {error}. Choose smaller cost factors") from error
 
 
 def stress_table(
-    policy: Agent | Policy | NDArray[np.float64],
+    policy: BacktestAgent | Policy | NDArray[np.float64],
     bars: Bars,
     config: MarketConfig | None = None,
     *,
@@ -58,9 +63,9 @@ def stress_table(
     `noise_levels`: for an agent only; other policies see no features.
     `before_each`: called with the name of each scenario before it runs, to show progress.
     """
-    is_agent = isinstance(policy, Agent)
+    is_agent = isinstance(policy, BacktestAgent)
     if config is None:
-        config = policy.spec.market if isinstance(policy, Agent) and policy.spec is not None else MarketConfig()
+        config = policy.spec.market if isinstance(policy, BacktestAgent) and policy.spec is not None else MarketConfig()
     # Name, costs, delay and noise; all built first, so an invalid setting fails before any work.
     planned = [(f"costs ×{factor:g}", scaled_costs(config, factor), 0, 0.0) for factor in cost_factors]
     planned += [(f"fills {delay} bar{'s' * (delay > 1)} later", config, delay, 0.0) for delay in delays]

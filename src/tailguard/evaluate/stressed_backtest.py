@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
-from tailguard.data.sources import load_bars
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import AGENT
 from tailguard.evaluate.budget import own_budget
@@ -23,7 +22,8 @@ from tailguard.evaluate.stress import scaled_costs
 from tailguard.evaluate.summary import EvaluationSummary, summarise
 from tailguard.evaluate.trials import TrialCount, given_trials, trials_of
 from tailguard.evaluate.with_baselines import backtest_with_baselines
-from tailguard.experiment.trained_run import SplitPart, load_run_agent, open_run, read_run_config
+from tailguard.experiment.build import read_bars
+from tailguard.experiment.trained_run import SplitPart, TrainedRun, load_run_agent, open_run, read_run_config
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -74,7 +74,7 @@ class StressedBacktest:
             lines.append(f"trials   {self.trials.source}")
         budget = self.summary.budgets.get(AGENT)
         if budget is not None:
-            lines.append(f"budget   {budget_in_words(budget, self.summary.results[AGENT].bars_per_year)}")
+            lines.append(f"budget   {budget_in_words(budget, self.summary.results[AGENT].pace)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -116,34 +116,51 @@ def backtest_saved_run(
     `trials`: configurations that were tried, if the record beside the run does not count.
     `progress`: begins a display of progress; what it yields is called with the name of each step.
     """
-    config, opened = read_run_config(folder), None
-    if data is None:
-        opened = open_run(folder)
-        agent, bars, title = opened.agent, opened.part(split or "test"), f"{split or 'test'}, net of costs"
-    elif split is not None:
-        raise ConfigError(
-            f"--split {split}: names a part of the run's own bars, but --data {data} gives other bars. Choose one"
-        )
-    else:
-        agent, bars, title = load_run_agent(folder), _other_bars(data, config, symbol), f"{data.name}, net"
-    bars = select_account(agent, bars, symbol, pool=True)
-    if opened is None:
-        seen = overlap_with_run(config, bars)
-    elif split in (None, "test"):
-        seen = Overlap(0.0)
-    else:
-        seen = overlap_of(bars, opened.part("train"), opened.part("validation"))
-    market = scaled_costs(config.market, stress.costs)
+    chosen = choose_bars(folder, data, split, symbol)
+    bars, market = chosen.bars, scaled_costs(chosen.config.market, stress.costs)
     with progress() as begin:
         results = backtest_with_baselines(
-            agent, bars, market, delay=stress.delay, noise=stress.noise, before_each=begin
+            chosen.agent, bars, market, delay=stress.delay, noise=stress.noise, before_each=begin
         )
         notes = baseline_notes(results, bars, market)
-        summary = summarise(results, own_budget(config), notes=notes, before_each=begin)
+        summary = summarise(results, own_budget(chosen.config), notes=notes, before_each=begin)
     tried = None if trials is None else given_trials(trials)
-    if opened is not None and split in (None, "test"):
-        tried = trials_of(opened, results[AGENT], trials)
-    return StressedBacktest(title, summary, tried, seen)
+    if chosen.run is not None and split in (None, "test"):
+        tried = trials_of(chosen.run, results[AGENT], trials)
+    return StressedBacktest(chosen.title, summary, tried, chosen.seen)
+
+
+@dataclass(frozen=True)
+class ChosenBars:
+    """A saved run's agent and the bars that it is to trade."""
+
+    config: RunConfig
+    run: TrainedRun | None
+    """The run, opened; None on other bars than its own."""
+    agent: Learner | Ensemble
+    bars: Bars
+    title: str
+    """The bars in words."""
+    seen: Overlap
+    """Which of them the run has seen."""
+
+
+def choose_bars(folder: Path, data: Path | None, split: SplitPart | None, symbol: str | None) -> ChosenBars:
+    """The agent of a run, and other bars (`data`) or a part of its own, by default the test part."""
+    config = read_run_config(folder)
+    if data is not None:
+        if split is not None:
+            raise ConfigError(
+                f"--split {split}: names a part of the run's own bars, but --data {data} gives other bars. Choose one"
+            )
+        agent = load_run_agent(folder)
+        bars = select_account(agent, _other_bars(data, config, symbol), symbol, pool=True)
+        return ChosenBars(config, None, agent, bars, f"{data.name}, net", overlap_with_run(config, bars))
+    run = open_run(folder)
+    part: SplitPart = split or "test"
+    bars = select_account(run.agent, run.part(part), symbol, pool=True)
+    seen = Overlap(0.0) if part == "test" else overlap_of(bars, run.part("train"), run.part("validation"))
+    return ChosenBars(config, run, run.agent, bars, f"{part}, net of costs", seen)
 
 
 def select_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, pool: bool = False) -> Bars:
@@ -168,6 +185,4 @@ def select_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, po
 
 def _other_bars(path: Path, config: RunConfig, symbol: str | None) -> Bars:
     """Bars from another source, of the symbols in the run's settings."""
-    data = config.data
-    bars = load_bars(path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return bars.select(*data.symbols) if data.symbols and symbol is None else bars
+    return read_bars(path, config.data if symbol is None else replace(config.data, symbols=()))

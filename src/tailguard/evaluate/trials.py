@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.config import RunConfig
-from tailguard.envs.mapped_market import PreparedMarket
+from tailguard.envs.prepared_market import PreparedMarket
 from tailguard.errors import ConfigError
 from tailguard.experiment.settings import recorded_settings
 from tailguard.places import check_plain, lock, read_plain
@@ -87,8 +87,9 @@ def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> s
     for section, names in IRRELEVANT.items():
         for name in names:
             del settings[section][name]
-    if not settings["market"]["extra_costs"]:  # left out, so that runs without costs of their own keep one hash
-        del settings["market"]["extra_costs"]
+    for section, name in (("market", "extra_costs"), ("ppo", "loss_terms"), ("pathwise", "loss_terms")):
+        if not settings[section][name]:  # left out, so that runs without parts of their own keep one hash
+            del settings[section][name]
     text = json.dumps([settings, also or {}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
-from tailguard.config import RunConfig, to_dict
-from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.config import DataConfig, RunConfig, to_dict
+from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
+from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
-from tailguard.envs.mapped_market import (
+from tailguard.envs.prepared_market import (
     MappedBars,
     PreparedMarket,
     check_same_setting,
@@ -23,26 +24,27 @@ from tailguard.envs.mapped_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
+from tailguard.experiment.faulty_feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 BOUND = (
-    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
-    *("data.features", "env.accounts"),
+    *("data.symbols", "data.calendar", "data.universe", "data.gaps", "data.volume_unit", "data.adjust", "data.events"),
+    *("data.validation", "data.test", "data.embargo", "data.features", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
 
 
 @dataclass(frozen=True)
-class Market:
-    """The bars that the settings name."""
+class MarketData:
+    """The bars that the settings name, and their generator if they are synthetic."""
 
     bars: Bars | PreparedMarket
     """In memory, or prepared on disk."""
     synthetic: SyntheticMarket | None = None
-    """The generator of the bars, which knows the best that could be done; none for bars from a file."""
+    """The generator of the bars, which knows the optimal policy; none for bars from a file."""
 
     def describe(self) -> str:
         """Symbols, period and source in a line."""
@@ -55,10 +57,10 @@ class Market:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What the settings of a run make, before any training."""
+    """Everything built from a run's settings, before any training."""
 
     config: RunConfig
-    market: Market
+    market: MarketData
     """All bars, before they are split."""
     split: Split | PreparedMarket
     env: TradingEnv
@@ -77,17 +79,32 @@ def build(config: RunConfig, *, report: Callable[[str], None] = lambda _: None) 
     return Experiment(config, market, split, trading_env(learner), learner)
 
 
-def load_market(config: RunConfig) -> Market:
+def load_market(config: RunConfig) -> MarketData:
     """The bars that the settings name, or the synthetic market with its generator."""
     data = config.data
     if data.path is None:
         check_synthetic(config)
         synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
-        return Market(synthetic.bars, synthetic)
+        return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
-        return Market(open_market(data.path))
-    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return Market(bars.select(*data.symbols) if data.symbols else bars)
+        return MarketData(open_market(data.path))
+    return MarketData(read_bars(data.path, data))
+
+
+def read_bars(path: str | Path, data: DataConfig) -> Bars:
+    """The bars of a file or folder under these settings, of the symbols that they name."""
+    bars = load_bars(
+        path,
+        calendar=data.calendar,
+        gaps=data.gaps,
+        volume_unit=data.volume_unit,
+        adjust=data.adjust,
+        events=data.events,
+        universe=data.universe,
+        delistings=data.delistings or None,
+    )
+    bars = bars.select(*data.symbols) if data.symbols else bars
+    return bars if data.published is None else with_published(bars, data.published)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -99,7 +116,7 @@ def load_bars_in_memory(config: RunConfig) -> Bars:
 
 
 def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
-    """Training, validation and test bars, as the settings cut them; a prepared market is cut already."""
+    """Training, validation and test bars by the settings; a prepared market is already split."""
     if isinstance(bars, PreparedMarket):
         for name, value in bound_settings(config).items():
             check_same_setting(bars.folder, name, bars.settings.get(name), value)
@@ -117,9 +134,25 @@ def bound_settings(config: RunConfig) -> dict[str, Any]:
 
 def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars:
     """Training bars with their scaled features, computed once for all learners of a run."""
+    factors, accounts = config.env.randomisation.volatility, config.env.accounts
     if isinstance(bars, MappedBars):
+        if config.robust.feed:
+            raise ConfigError(
+                f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
+                "already. Train on the files of bars"
+            )
+        if factors:
+            raise ConfigError(
+                "env.randomisation.volatility: a market that is prepared on disk has no copies with other volatility; "
+                "leave it empty, or train from files of bars"
+            )
         return bars
-    return prepare(bars, config.data.features or None, accounts=config.env.accounts)
+    if factors and config.robust.feed:
+        raise ConfigError("env.randomisation.volatility, robust.feed: choose one of them; both make copies of the bars")
+    prepared = prepare(bars, config.data.features or None, accounts=accounts)
+    if config.robust.feed:
+        return randomised_feeds(config, bars, prepared)
+    return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -136,6 +169,8 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         reward=config.env.reward,
         shield=config.env.shield,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
+        randomisation=config.env.randomisation,
+        flat_by_close=config.env.flat_by_close,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )
@@ -146,7 +181,7 @@ def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Le
     env = build_env(config, bars, seed)
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
-    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk)
+    learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk, robust=config.robust)
     return learner
 
 

@@ -1,4 +1,4 @@
-"""Where everything of a run lies: every file and folder of a run folder is named here, and only here.
+"""The layout of a run folder: every file and folder name is defined here, and only here.
 
 ```
 runs/
@@ -9,7 +9,9 @@ runs/
     checkpoints/step_<n>/      latest names the newest
     members/<n>/               metrics and checkpoints of each of several learners
     agent/                     the result
-    report.html
+    report.html robustness.html
+    live/KILL                  the kill switch: nothing is sent while it is there
+    live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
     walk_forward.json settings.yaml walk_forward.html
     fold_<n>/seed_<s>/         a run's metrics, checkpoints and agent
@@ -39,6 +41,13 @@ MEMBERS = "members"
 AGENT = "agent"
 LOCK = ".lock"
 REPORT = "report.html"
+ROBUSTNESS = "robustness.html"
+
+LIVE = "live"
+KILL = "KILL"
+JOURNAL = "journal.jsonl"
+LEAD_IN = "lead_in.parquet"
+PAPER_BOOKS = "venue.json"
 
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
@@ -103,6 +112,28 @@ class RunLayout:
     @property
     def report_path(self) -> Path:
         return self.path / REPORT
+
+    @property
+    def robustness_path(self) -> Path:
+        """The page of `tailguard backtest --feed` and `--attack`."""
+        return self.path / ROBUSTNESS
+
+    @property
+    def kill_path(self) -> Path:
+        """The kill switch of every session of the run."""
+        return self.path / LIVE / KILL
+
+    def journal_path(self, mode: str) -> Path:
+        """The journal of the run's session in a mode."""
+        return self.path / LIVE / mode / JOURNAL
+
+    def lead_in_path(self, mode: str) -> Path:
+        """Bars before the first one of the session."""
+        return self.path / LIVE / mode / LEAD_IN
+
+    def paper_books_path(self, mode: str) -> Path:
+        """The account at the paper venue."""
+        return self.path / LIVE / mode / PAPER_BOOKS
 
     @property
     def plan_path(self) -> Path:

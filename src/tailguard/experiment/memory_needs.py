@@ -10,7 +10,7 @@ import torch
 from tailguard.config import RunConfig
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
-from tailguard.memory import free_memory, in_words
+from tailguard.memory_limits import format_bytes, free_memory
 from tailguard.models.policy import ActorCritic
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def check_synthetic(config: RunConfig) -> None:
 def network_need(config: RunConfig, env: TradingEnv) -> Need:
     """Weights, gradients and the optimiser's two moments."""
     network = config.chosen.network
-    spread = {"quantile": f", quantiles={network.quantiles}", "categorical": f", atoms={network.atoms}"}
-    sizes = f"hidden={list(network.hidden)}, lstm_size={network.lstm_size}{spread.get(network.critic, '')}"
-    sizes = f"{config.learner}.network: {sizes}"
+    sizes = f"{config.learner}.network: hidden={list(network.hidden)}, lstm_size={network.lstm_size}"
+    if network.critic_kind.size_setting is not None:
+        sizes += f", {network.critic_kind.size_setting}={network.critic_kind.outputs(network)}"
     try:
         with torch.device("meta"):  # shapes without memory
             outline = ActorCritic(env.observation_size, env.action_space, network)
@@ -92,12 +92,11 @@ def _check(need: Need, device: str) -> None:
     free = free_memory(device)
     if need.size > free:
         raise ConfigError(
-            f"{need.settings}: {need.what} takes at least {in_words(need.size)} of memory, and {in_words(free)} are "
-            f"free ({device}). {need.way_out}."
+            f"{need.settings}: {need.what} takes at least {format_bytes(need.size)} of memory, and "
+            f"{format_bytes(free)} are free ({device}). {need.way_out}."
         )
 
 
 def _critics(network: NetworkConfig) -> int:
     """Outputs of the critics per step."""
-    spread = {"quantile": network.quantiles, "categorical": network.atoms, "scalar": 1}[network.critic]
-    return spread * (2 if network.twin_critics else 1)
+    return network.critic_kind.outputs(network) * (2 if network.twin_critics else 1)

@@ -62,6 +62,8 @@ def edited_settings(path: Path, config: RunConfig) -> dict[str, str]:
     if begun is None:
         return {}
     now = recorded_settings(config)
+    # A setting that did not exist when the run began had the effect of today's default.
+    begun = _completed(begun, to_dict(RunConfig()))
     before, after = (list(settings.pop("plugins", {})) for settings in (begun, now))
     differing = differing_settings(begun, now)
     if len(before) != len(after):
@@ -73,6 +75,17 @@ def changed_since(path: Path, config: RunConfig) -> list[str]:
     """Plugins whose code has changed since the run of this config.yaml was started, in words."""
     begun = _read_seal(path) or {}
     return changed_plugins(begun.get("plugins", {}), plugin_hashes(config.plugins)) if begun else []
+
+
+def _completed(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The given settings, and the defaults of sections and settings that they do not have; plugins stay as they are."""
+    missing = {name: value for name, value in defaults.items() if name not in given and name != "plugins"}
+    return {
+        name: _completed(value, defaults[name])
+        if isinstance(value, dict) and isinstance(defaults.get(name), dict)
+        else value
+        for name, value in given.items()
+    } | missing
 
 
 def _read_seal(path: Path) -> dict[str, Any] | None:

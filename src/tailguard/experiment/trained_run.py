@@ -14,9 +14,9 @@ from tailguard.config import RunConfig
 from tailguard.data.prepare import prepare
 from tailguard.data.splits import Split
 from tailguard.data.synthetic import SyntheticMarket
-from tailguard.envs.mapped_market import MappedBars, PreparedMarket
+from tailguard.envs.prepared_market import MappedBars, PreparedMarket
 from tailguard.errors import BarsError, ConfigError
-from tailguard.experiment.build import Market, load_market, split_market
+from tailguard.experiment.build import MarketData, load_market, split_market
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.settings import changed_since, load_run_config
 from tailguard.places import recover
@@ -30,12 +30,12 @@ SplitPart = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run's folder holds, and what it was made from."""
+    """The contents of a run's folder, and the market it was trained on."""
 
     folder: Path
     config: RunConfig
     agent: Learner | Ensemble
-    market: Market
+    market: MarketData
     """All bars, before they were split."""
     split: Split | PreparedMarket
 

@@ -25,14 +25,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tailguard.flags import may_hold_any
+from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
-from tailguard.market.costs import Fill, Holding, Moment, charge, over_assets, total
+from tailguard.market.costs import ChargedAt, Fill, Holding, charge, over_assets, total
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Bar, Market, Rates
+from tailguard.market.tables import Market, Rates, bar_of
 
 NO_LIMIT = 1e12
 """Capacity, in starting capitals, that no order reaches. An infinite one would have an infinite slope in the equity."""
+
+
+LOT_ROUNDING = 1e-3
+"""Share of a lot by which an order may miss a whole number of them and still be filled whole."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,22 @@ class Transition:
 
 
 def step(
-    market: Market, state: MarketState, target: Tensor, hold: Tensor | None = None
+    market: Market,
+    state: MarketState,
+    target: Tensor,
+    hold: Tensor | None = None,
+    cost_factor: Tensor | None = None,
 ) -> tuple[MarketState, Transition]:
     """Trade to the target weights [N, A] at the next open and advance to the next close.
 
     `hold` [N, A] bool marks positions to hold, whatever their target. The caller keeps `row + 1` inside the
     row's segment and the target's gross weight inside the allowed leverage.
+    `cost_factor`: on each account's costs of orders, [N]; None: 1.
     """
     rates = market.rates
+    # Decided at the close of `row`, filled at the open of the next row: no bar is both seen and traded.
     row = state.row + 1
-    bar = Bar(*market.table.index_select(1, row).unbind(0))
+    bar = bar_of(market.columns, market.table.index_select(1, row).unbind(0))
     equity = state.equity.unsqueeze(1)
 
     # The gap belongs to the old position: the target was chosen at the last close and cannot fill before the open.
@@ -82,15 +92,20 @@ def step(
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
     ordered = wanted.abs()
+    # The participation cap: what exceeds it is not filled, and not carried over to the next bar.
     if not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates)):
         limit = _fill_limit(bar.capacity, equity, rates)
         # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
-        order = torch.clamp(wanted, -limit, limit)
-        traded = order.abs()
+        order = filled_order = torch.clamp(wanted, -limit, limit)
     else:  # the same numbers and slopes, without the limit's part of the graph
-        order, traded = wanted, ordered
+        order = filled_order = wanted
+    if bar.lot is not None:
+        order = _whole_lots(order, bar.lot, equity, rates)
+    traded = ordered if order is wanted else order.abs()
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
+    if cost_factor is not None:
+        order_costs = {kind: cost * cost_factor.unsqueeze(1) for kind, cost in order_costs.items()}
     trading_cost = total(order_costs.values())
     filled = Account(opened.equity - trading_cost, opened.positions + order)
 
@@ -116,7 +131,8 @@ def step(
         costs=order_costs | close_costs | {cost.kind: nothing for cost in market.costs["liquidation"]},
         shortfall=nothing,
         turnover=turnover,
-        unfilled=over_assets(ordered) - turnover,
+        # What whole lots leave of an order is not wanted any more, so it does not wait for the next bar.
+        unfilled=over_assets(ordered) - (turnover if bar.lot is None else over_assets(filled_order.abs())),
         liquidated=floor <= rates.slack,
     )
     if may_hold_any(booked.liquidated):
@@ -137,6 +153,15 @@ def _fill_limit(capacity: Tensor, equity: Tensor, rates: Rates) -> Tensor:
     return capacity / torch.maximum(equity, rates.tiny)
 
 
+def _whole_lots(order: Tensor, lot: Tensor, equity: Tensor, rates: Rates) -> Tensor:
+    """The order rounded down to whole lots, [N, A]; its slope is that of the order (straight through)."""
+    size = (lot / torch.maximum(equity, rates.tiny)).clamp(max=NO_LIMIT)
+    # A position of whole lots, divided by its lot, is whole only to rounding.
+    lots = (order.abs() / size.clamp(min=rates.tiny) + LOT_ROUNDING).floor()
+    rounded = torch.where(size > 0, torch.sign(order) * lots * size, order)
+    return order + (rounded - order).detach()
+
+
 def _with_forced_closes(
     booked: Transition, market: Market, opened: Account, filled: Account, closed: Account, worst: Tensor
 ) -> Transition:
@@ -146,6 +171,7 @@ def _with_forced_closes(
     trade, nor the costs at the close. The worst prices count before the close, because a bar does not tell their order.
     """
     rates = market.rates
+    # In the order of the bar: open, worst prices inside, close. The first one without margin decides.
     at_open = margin_excess(opened, rates) <= rates.zero
     before_close = at_open | (margin_excess(revalue(filled, worst), rates) <= rates.zero)
     liquidated = before_close | (margin_excess(closed, rates) <= rates.zero)
@@ -163,7 +189,8 @@ def _with_forced_closes(
         worst.detach(),
         market,
     )
-    skipped: dict[Moment, Tensor] = {"order": at_open, "close": before_close}
+    # A position closed at the open never trades; one closed inside the bar is gone when funding is due.
+    skipped: dict[ChargedAt, Tensor] = {"order": at_open, "close": before_close}
     paid = {
         cost.kind: torch.where(skip, nothing, booked.costs[cost.kind])
         for moment, skip in skipped.items()

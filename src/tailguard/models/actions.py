@@ -1,7 +1,7 @@
 """Action heads: from features to a distribution over actions, and the quantities that PPO needs.
 
-A head turns features into `parameters`, one flat tensor [..., P] that a rollout can store. Everything else is a
-function of `parameters` and of the *raw* action [..., raw_size]: the one before squashing and scaling. Rollouts store
+A head turns features into `dist_params`, one flat tensor [..., P] that a rollout can store. Everything else is a
+function of `dist_params` and of the *raw* action [..., raw_size]: the one before squashing and scaling. Rollouts store
 raw actions: the squashing is fixed, so its Jacobian cancels in PPO's ratio and in the KL divergence, whereas
 undoing a tanh loses all digits near the bounds (in float32 atanh(tanh(10)) is infinite). Log-probabilities, entropies
 and divergences are summed over the action's dimensions: one number per sample.
@@ -88,23 +88,18 @@ class ActionHead(nn.Module, ABC):
 
     raw_size: int
     """Width of a raw action."""
-    parameter_size: int
-    """Width P of the parameters."""
-
-    @property
-    @abstractmethod
-    def raw_dtype(self) -> torch.dtype:
-        """Type of a raw action."""
+    dist_params_size: int
+    """Width P of the distribution parameters."""
 
     linear: nn.Linear
 
     def forward(self, features: Tensor, *, deterministic: bool = False) -> Tensor:
-        """Features [..., F] -> parameters [..., P]."""
+        """Features [..., F] -> dist_params [..., P]."""
         return self.dist_params_of(full_precision([self.linear], features)[0], deterministic=deterministic)
 
     @abstractmethod
     def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
-        """The linear layer's output -> parameters [..., P].
+        """The linear layer's output -> dist_params [..., P].
 
         `deterministic`: only the mode will be used, so parameters of the spread that the features do not enter need no
         gradient.
@@ -116,7 +111,7 @@ class ActionHead(nn.Module, ABC):
 
     @abstractmethod
     def sample_from_noise(self, dist_params: Tensor, noise: Tensor) -> Tensor:
-        """The raw action, [..., raw_size], from parameters and random numbers."""
+        """The raw action, [..., raw_size], from dist_params and random numbers."""
 
     def sample(self, dist_params: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a raw action, [..., raw_size]."""
@@ -156,7 +151,7 @@ class ActionHead(nn.Module, ABC):
 
 
 class GaussianHead(ActionHead):
-    """Independent Gaussians; parameters are the means followed by the log standard deviations, [..., 2A].
+    """Independent Gaussians; dist_params are the means followed by the log standard deviations, [..., 2A].
 
     With `squash` the raw action goes through tanh and is scaled to the box. Without, the raw action is the action and
     `to_env` clips it to the box, as Stable-Baselines3 does; `log_prob_env` and `entropy` are then those of the action
@@ -187,7 +182,7 @@ class GaussianHead(ActionHead):
         self.log_std_init = log_std_init
         self.log_std_bounds = log_std_bounds
         self.raw_size = box.size
-        self.parameter_size = 2 * box.size
+        self.dist_params_size = 2 * box.size
         self.linear = _near_zero_linear(feature_size, box.size if std == "global" else 2 * box.size)
         self.free_log_std = nn.Parameter(torch.zeros(box.size)) if std == "global" else None
         self.register_buffer("low", box.low.to(torch.get_default_dtype()), persistent=False)
@@ -195,10 +190,6 @@ class GaussianHead(ActionHead):
         self.register_buffer("_centre", 0.5 * (self.high + self.low), persistent=False)
         self.register_buffer("_half_width", 0.5 * (self.high - self.low), persistent=False)
         self.register_buffer("exploration", torch.zeros(()), persistent=False)
-
-    @property
-    def raw_dtype(self) -> torch.dtype:
-        return self.linear.weight.dtype
 
     def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
         if self.free_log_std is None:
@@ -289,7 +280,7 @@ class _Squashed(torch.autograd.Function):
 
 
 class CategoricalHead(ActionHead):
-    """Independent choices: parameters are their logits side by side, [..., Σ sizes], raw actions [..., K] int64."""
+    """Independent choices: dist_params are their logits side by side, [..., Σ sizes], raw actions [..., K] int64."""
 
     def __init__(self, feature_size: int, space: Discrete) -> None:
         super().__init__()
@@ -299,19 +290,17 @@ class CategoricalHead(ActionHead):
             )
         self.sizes = list(space.sizes)
         self.raw_size = len(space.sizes)
-        self.parameter_size = sum(space.sizes)
-        self.linear = _near_zero_linear(feature_size, self.parameter_size)
-
-    @property
-    def raw_dtype(self) -> torch.dtype:
-        return torch.int64
+        self.dist_params_size = sum(space.sizes)
+        self.linear = _near_zero_linear(feature_size, self.dist_params_size)
 
     def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:  # noqa: ARG002
         return output
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight
-        return torch.rand((*shape, self.parameter_size), generator=generator, dtype=weight.dtype, device=weight.device)
+        return torch.rand(
+            (*shape, self.dist_params_size), generator=generator, dtype=weight.dtype, device=weight.device
+        )
 
     def sample_from_noise(self, dist_params: Tensor, noise: Tensor) -> Tensor:
         """The Gumbel-max trick: the largest of logit - log(-log(uniform)); nothing is read back from the device."""

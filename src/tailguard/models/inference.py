@@ -8,6 +8,7 @@ gives the same actions bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,17 @@ class StepPolicy(Protocol):
     """Observation [1, O] in, action [1, A] out; `reset` clears the memory before the observation is read."""
 
     def __call__(self, observation: Tensor, reset: bool) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ScaledNetwork:
+    """A network with what converts a raw observation to its input: the whole of what decides."""
+
+    network: ActorCritic
+    scale: Callable[[Tensor], Tensor]
+    """Raw observations [..., O] to the network's inputs."""
+    units: Tensor
+    """Size in the raw observation of one unit of the network's input, [O]."""
 
 
 class InferencePolicy:

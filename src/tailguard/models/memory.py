@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tailguard.device_ops import may_hold_any
 from tailguard.errors import ConfigError
-from tailguard.flags import may_hold_any
 from tailguard.models.recurrence import recurrence
 
 MemoryState = tuple[Tensor, ...]

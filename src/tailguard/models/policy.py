@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from tailguard.envs.protocol import ActionSpace, Box
 from tailguard.errors import ConfigError
 from tailguard.models.actions import make_action_head
-from tailguard.models.critics import (
-    CategoricalCritic,
-    CriticKind,
-    DistributionalCritic,
-    Projection,
-    QuantileCritic,
-    ScalarCritic,
-)
+from tailguard.models.critics import CRITICS, Critic, DistributionalCritic, Projection, ScalarCritic
 from tailguard.models.encoder import Activation, Encoder
 from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
 from tailguard.models.precision import Precision, autocast, full_precision
-from tailguard.validate import check_choice, check_count, check_range
+from tailguard.validate import check_choice, check_count, check_range, check_registered
 
 MemoryKind = Literal["separate", "shared", "none"]
 TwinTrunk = Literal["shared", "own"]
@@ -54,8 +47,9 @@ class NetworkConfig:
     """Log of the initial standard deviation, before squashing."""
     log_std_bounds: tuple[float, float] = (-5.0, 1.0)
     """Bounds of the log standard deviation."""
-    critic: CriticKind = "quantile"
-    """Distribution learned in addition to the scalar value: quantile, categorical, or scalar for none."""
+    critic: str = "quantile"
+    """Distribution learned in addition to the scalar value: quantile, categorical, one that a plugin registers, or
+    scalar for none."""
     quantiles: int = 32
     """Quantiles of the return that a distributional critic gives, at least 2."""
     atoms: int = 51
@@ -80,7 +74,7 @@ class NetworkConfig:
         check_choice("network.activation", self.activation, get_args(Activation))
         check_choice("network.memory", self.memory, get_args(MemoryKind))
         check_choice("network.std", self.std, ("global", "state"))
-        check_choice("network.critic", self.critic, get_args(CriticKind))
+        check_registered("network.critic", self.critic, CRITICS, "tailguard.models.critics.register_critic")
         check_choice("network.projection", self.projection, get_args(Projection))
         check_choice("network.twin_trunk", self.twin_trunk, get_args(TwinTrunk))
         check_choice("network.precision", self.precision, get_args(Precision))
@@ -102,6 +96,11 @@ class NetworkConfig:
         if self.twin_trunk == "own" and self.memory == "shared":
             raise ConfigError("network.twin_trunk: own needs a trunk for each; set network.memory to separate or none")
 
+    @property
+    def critic_kind(self) -> type[Critic]:
+        """The class of the critic, which knows what else must be known of it."""
+        return CRITICS[self.critic]
+
 
 class Trunk(nn.Module):
     """Encoder, then memory."""
@@ -120,10 +119,16 @@ class Trunk(nn.Module):
     def is_recurrent(self) -> bool:
         return not isinstance(self.memory, NoMemory)
 
-    def step(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """One row: obs [N, O] -> features [N, H] and the state after it."""
+    def step(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """One row: obs [N, O] -> features [N, H] and the state after it.
+
+        `mask`: factors on the encoder's outputs, [N, E], for dropout; None: 1.
+        """
         with autocast(self.precision, obs.device):
-            return self.memory.step(self.encoder(obs), state, episode_start)
+            encoded = self.encoder(obs)
+            return self.memory.step(encoded if mask is None else encoded * mask, state, episode_start)
 
     def sequence(
         self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
@@ -139,22 +144,25 @@ class Trunk(nn.Module):
 
 
 class ReturnCritic(nn.Module):
-    """A scalar value, and beside it the distribution of the return, on the same features. Both in normalised units."""
+    """A scalar value and the distribution of the return, on the same features. Both in normalised units."""
 
     def __init__(self, feature_size: int, config: NetworkConfig) -> None:
         super().__init__()
         self.value = ScalarCritic(feature_size)
         self.distribution: DistributionalCritic | None = None
-        if config.critic == "quantile":
-            self.distribution = QuantileCritic(feature_size, config.quantiles)
-        elif config.critic == "categorical":
-            low, high = config.support
-            self.distribution = CategoricalCritic(feature_size, config.atoms, low, high, config.projection)
+        if config.critic_kind.predicts_distribution:
+            head = config.critic_kind.from_config(feature_size, config)
+            self.distribution = cast(DistributionalCritic, head)  # `register_critic` admits no other
+
+    @property
+    def heads(self) -> list[Critic]:
+        """The value, and the distribution, if there is one."""
+        return [self.value] if self.distribution is None else [self.value, self.distribution]
 
     @property
     def layers(self) -> list[nn.Linear]:
-        """The last layers: of the value, and of the distribution, if there is one."""
-        return [self.value.layer] if self.distribution is None else [self.value.layer, self.distribution.layer]
+        """Their last layers."""
+        return [head.layer for head in self.heads]
 
     def output_of(self, outputs: Sequence[Tensor], features: Tensor) -> CriticOutput:
         """The critic's output from the outputs of its layers."""
@@ -238,14 +246,27 @@ class ActorCritic(nn.Module):
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
     def act(
-        self, obs: Tensor, state: MemoryState, episode_start: Tensor, *, deterministic: bool = False
+        self,
+        obs: Tensor,
+        state: MemoryState,
+        episode_start: Tensor,
+        mask: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
 
-        `deterministic`: a global standard deviation gets no gradient; see `ActionHead.dist_params_of`.
+        `mask`: see `Trunk.step`. `deterministic`: a global standard deviation gets no gradient; see
+        `ActionHead.dist_params_of`.
         """
-        features, state = self._trunk(0).step(obs, state, episode_start)
+        features, state = self._trunk(0).step(obs, state, episode_start, mask)
         return self.action_head(features, deterministic=deterministic), state
+
+    def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
+        """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""
+        features, _ = self._trunk(0).sequence(obs, state[0], episode_start)
+        dist_params: Tensor = self.action_head(features)
+        return dist_params
 
     def forward(
         self, obs: Tensor, state: PolicyState, episode_start: Tensor, inner_resets: bool | None = None
@@ -296,12 +317,12 @@ class ActorCritic(nn.Module):
         self, outputs: Mapping[int, list[Tensor]], features: Mapping[int, Tensor]
     ) -> tuple[CriticOutput, ...]:
         """The outputs of the layers of each trunk's critics, split by critic."""
-        found, taken = [], dict.fromkeys(outputs, 0)
+        parsed, taken = [], dict.fromkeys(outputs, 0)
         for critic, trunk in zip(self.each_critic(), self.critic_trunks, strict=True):
             first = taken[trunk]
             taken[trunk] = first + len(critic.layers)
-            found.append(critic.output_of(outputs[trunk][first : taken[trunk]], features[trunk]))
-        return tuple(found)
+            parsed.append(critic.output_of(outputs[trunk][first : taken[trunk]], features[trunk]))
+        return tuple(parsed)
 
     @torch.no_grad()
     def evaluate(
@@ -352,8 +373,9 @@ def _some_successors(
     with torch.set_grad_enabled(final_obs.requires_grad):
         each = final_obs.unbind()
     for row, last in zip(final_rows, each, strict=True):
-        found, state = trunk.sequence(obs[first : row + 1], state, episode_start[first : row + 1], inner_resets=False)
-        pieces.append(found)
+        stretch = slice(first, row + 1)
+        features, state = trunk.sequence(obs[stretch], state, episode_start[stretch], inner_resets=False)
+        pieces.append(features)
         with torch.set_grad_enabled(final_obs.requires_grad):
             successors.append(trunk.step(last, state, never)[0])
         first = row + 1

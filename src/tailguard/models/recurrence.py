@@ -65,8 +65,10 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         gates, weight, h, c, episode_start = inputs
+        # Cast once, not per row: the product of every row reads the same narrow weights.
         narrow, first = weight.to(gates.dtype), h.to(gates.dtype)
         hidden, cells, active = _forward(gates, narrow, first, c, episode_start, keep=True)
+        # Learners rarely differentiate the cells; None then saves a tensor of zeros of their size.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(narrow, first, c, episode_start, hidden, cells, active)
         ctx.dtypes = gates.dtype, weight.dtype, h.dtype, c.dtype
@@ -75,13 +77,15 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, h, c, episode_start, hidden, cells, active = ctx.saved_tensors
-        of_hidden, of_cells = gradients
-        if of_hidden is None:
-            of_hidden = torch.zeros_like(hidden)
-        of_gates, of_h, of_c = _backward(of_hidden, of_cells, weight, c, episode_start, cells, active)
+        grad_hidden, grad_cells = gradients
+        if grad_hidden is None:
+            grad_hidden = torch.zeros_like(hidden)
+        grad_gates, grad_h, grad_c = _backward(grad_hidden, grad_cells, weight, c, episode_start, cells, active)
+        # dL/dW = Σ_t grad_gates_tᵀ·h_{t−1}, with h_{t−1} cleared where an episode starts: one product over all T·N
+        # rows.
         before = torch.cat((h.unsqueeze(0), hidden[:-1])).masked_fill_(episode_start.unsqueeze(-1), 0.0)
-        of_weight = of_gates.flatten(0, 1).t() @ before.flatten(0, 1)
-        made = of_gates, of_weight, of_h, of_c
+        grad_weight = grad_gates.flatten(0, 1).t() @ before.flatten(0, 1)
+        made = grad_gates, grad_weight, grad_h, grad_c
         return (*(value.to(dtype) for value, dtype in zip(made, ctx.dtypes, strict=True)), None)
 
 
@@ -93,7 +97,9 @@ def _forward(
         return cast(_Three, KERNELS.forward(gates, weight, h, c, episode_start, keep))
     hidden, cells, active = [], [], []
     for row, start in zip(gates, episode_start, strict=True):
+        # Filled, not multiplied by 0: a NaN left over from an ended episode must not survive the reset.
         h, c = (part.masked_fill(start[:, None], 0.0) for part in (h, c))
+        # The products may be bfloat16; everything on the cell is in its own, wider precision.
         i, f, g, o = torch.addmm(row, h, weight.t()).to(c.dtype).chunk(4, dim=-1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         c = f * c + i * g
@@ -106,8 +112,8 @@ def _forward(
 
 
 def _backward(
-    of_hidden: Tensor,
-    of_cells: Tensor | None,
+    grad_hidden: Tensor,
+    grad_cells: Tensor | None,
     weight: Tensor,
     c: Tensor,
     episode_start: Tensor,
@@ -116,25 +122,30 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the gates' inputs, [T, N, 4H], and of the state before the first row, [N, H] each."""
     if KERNELS is not None and active.is_cuda:
-        return cast(_Three, KERNELS.backward(of_hidden, of_cells, weight, c, episode_start, cells, active))
-    of_gates = torch.empty_like(active)
-    of_h, of_c = torch.zeros_like(c), torch.zeros_like(c)
+        return cast(_Three, KERNELS.backward(grad_hidden, grad_cells, weight, c, episode_start, cells, active))
+    grad_gates = torch.empty_like(active)
+    grad_h, grad_c = torch.zeros_like(c), torch.zeros_like(c)
     for t in reversed(range(len(active))):
         start = episode_start[t, :, None]
         before = (cells[t - 1] if t else c).masked_fill(start, 0.0)
         i, f, g, o = active[t].to(c.dtype).chunk(4, dim=-1)
-        of_h = of_h + of_hidden[t]
-        if of_cells is not None:
-            of_c = of_c + of_cells[t]
-        shown = cells[t].tanh()
-        of_c = of_c + of_h * o * (1 - shown * shown)
+        # A state reaches the loss by its own output and through the next row; the latter is already in grad_h and
+        # grad_c.
+        grad_h = grad_h + grad_hidden[t]
+        if grad_cells is not None:
+            grad_c = grad_c + grad_cells[t]
+        # Recomputed, to save the memory of one more value per row.
+        tanh_c = cells[t].tanh()
+        grad_c = grad_c + grad_h * o * (1 - tanh_c * tanh_c)
+        # Gradients before the non-linearities, from their outputs: σ' = σ(1 − σ), tanh' = 1 − tanh².
         parts = (
-            of_c * g * i * (1 - i),
-            of_c * before * f * (1 - f),
-            of_c * i * (1 - g * g),
-            of_h * shown * o * (1 - o),
+            grad_c * g * i * (1 - i),
+            grad_c * before * f * (1 - f),
+            grad_c * i * (1 - g * g),
+            grad_h * tanh_c * o * (1 - o),
         )
-        of_gates[t] = torch.cat(parts, dim=-1)
-        of_h = (of_gates[t] @ weight).to(c.dtype).masked_fill(start, 0.0)
-        of_c = (of_c * f).masked_fill(start, 0.0)
-    return of_gates, of_h, of_c
+        grad_gates[t] = torch.cat(parts, dim=-1)
+        # No gradient crosses the start of an episode, as no state did on the way forward.
+        grad_h = (grad_gates[t] @ weight).to(c.dtype).masked_fill(start, 0.0)
+        grad_c = (grad_c * f).masked_fill(start, 0.0)
+    return grad_gates, grad_h, grad_c

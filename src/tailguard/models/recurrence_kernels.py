@@ -24,6 +24,7 @@ POINTWISE_BLOCK = 1024
 
 
 def _fuses(dtype: torch.dtype, hidden: int) -> bool:
+    # tl.dot needs blocks of powers of two, at least 16 wide; 128 units in float32 (256 KiB of weights) do not fit.
     return dtype == torch.bfloat16 and 16 <= hidden <= FUSED_SIZE and hidden & (hidden - 1) == 0
 
 
@@ -60,8 +61,8 @@ def forward(
 
 
 def backward(
-    of_hidden: Tensor,
-    of_cells: Tensor | None,
+    grad_hidden: Tensor,
+    grad_cells: Tensor | None,
     weight: Tensor,
     c: Tensor,
     episode_start: Tensor,
@@ -71,25 +72,26 @@ def backward(
     """As `tailguard.models.recurrence._backward`."""
     steps, rows, width = active.shape
     size = width // 4
-    of_hidden, c, episode_start, weight = (part.contiguous() for part in (of_hidden, c, episode_start, weight))
-    of_gates = torch.empty_like(active)
-    of_h, of_c = torch.zeros_like(c), torch.zeros_like(c)
-    seen = cells if of_cells is None else of_cells.contiguous()
+    grad_hidden, c, episode_start, weight = (part.contiguous() for part in (grad_hidden, c, episode_start, weight))
+    grad_gates = torch.empty_like(active)
+    grad_h, grad_c = torch.zeros_like(c), torch.zeros_like(c)
+    # Triton needs a pointer in any case; with HAS_CELLS false its loads are compiled away.
+    seen = cells if grad_cells is None else grad_cells.contiguous()
     if _fuses(active.dtype, size):
         _fused_backward[(triton.cdiv(rows, BACKWARD["BLOCK"]),)](
-            of_hidden, seen, weight, c, episode_start, cells, active, of_gates, of_h, of_c, rows, steps,
-            HAS_CELLS=of_cells is not None, H=size, **BACKWARD,
+            grad_hidden, seen, weight, c, episode_start, cells, active, grad_gates, grad_h, grad_c, rows, steps,
+            HAS_CELLS=grad_cells is not None, H=size, **BACKWARD,
         )  # fmt: skip
-        return of_gates, of_h, of_c
+        return grad_gates, grad_h, grad_c
     grid = (triton.cdiv(rows * size, POINTWISE_BLOCK),)
     for t in reversed(range(steps)):
         _cell_backward[grid](
-            of_hidden[t], seen[t], cells[t - 1] if t else c, episode_start[t], cells[t], active[t], of_gates[t],
-            of_h, of_c, rows * size,
-            HAS_CELLS=of_cells is not None, H=size, BLOCK=POINTWISE_BLOCK,
+            grad_hidden[t], seen[t], cells[t - 1] if t else c, episode_start[t], cells[t], active[t], grad_gates[t],
+            grad_h, grad_c, rows * size,
+            HAS_CELLS=grad_cells is not None, H=size, BLOCK=POINTWISE_BLOCK,
         )  # fmt: skip
-        of_h = (of_gates[t] @ weight).masked_fill_(episode_start[t, :, None], 0.0).to(c.dtype)
-    return of_gates, of_h, of_c
+        grad_h = (grad_gates[t] @ weight).masked_fill_(episode_start[t, :, None], 0.0).to(c.dtype)
+    return grad_gates, grad_h, grad_c
 
 
 @triton.jit
@@ -120,8 +122,8 @@ def _fused_forward(
         at = tl.cast(t, tl.int64) * rows + first
         given = gates + at * (4 * H) + gate
         # The state is cleared before a row that starts an episode, as in eager mode.
-        goes_on = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
-        h = tl.where(goes_on, h, 0.0).to(narrow)
+        continues = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
+        h = tl.where(continues, h, 0.0).to(narrow)
         # PyTorch's order of gates in memory is i, f, g, o. Input and candidate come first, because their product frees
         # the registers of both before the other two gates are computed.
         i = tl.sigmoid(tl.dot(h, tl.load(w)) + tl.load(given, mask=there, other=0.0))
@@ -134,7 +136,7 @@ def _fused_forward(
         f = tl.sigmoid(tl.dot(h, tl.load(w + H)) + tl.load(given + H, mask=there, other=0.0))
         if KEEP:
             tl.store(kept + H, f, mask=there)
-        c = f * tl.where(goes_on, c, 0.0) + fresh
+        c = f * tl.where(continues, c, 0.0) + fresh
         o = tl.sigmoid(tl.dot(h, tl.load(w + 3 * H)) + tl.load(given + 3 * H, mask=there, other=0.0))
         if KEEP:
             tl.store(kept + 3 * H, o, mask=there)
@@ -145,7 +147,7 @@ def _fused_forward(
 
 @triton.jit
 def _fused_backward(
-    of_hidden, of_cells, weight, c0, episode_start, cells, active, of_gates, of_h0, of_c0, rows, steps,
+    grad_hidden, grad_cells, weight, c0, episode_start, cells, active, grad_gates, grad_h0, grad_c0, rows, steps,
     HAS_CELLS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """weight: as it is, [4H, H]. A gate's gradient goes into the product at once, because registers are scarce."""
@@ -158,50 +160,50 @@ def _fused_backward(
     gate = number[:, None] * (4 * H) + unit[None, :]
     w = weight + unit[:, None] * H + unit[None, :]
     narrow = active.dtype.element_ty
-    of_h = tl.zeros((BLOCK, H), tl.float32)
-    of_c = tl.zeros((BLOCK, H), tl.float32)
+    grad_h = tl.zeros((BLOCK, H), tl.float32)
+    grad_c = tl.zeros((BLOCK, H), tl.float32)
     for back in range(steps):
         t = steps - 1 - back
         at = tl.cast(t, tl.int64) * rows + first
-        goes_on = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
+        continues = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
         kept = active + at * (4 * H) + gate
-        made = of_gates + at * (4 * H) + gate
-        of_h += tl.load(of_hidden + at * H + state, mask=there, other=0.0).to(tl.float32)
+        made = grad_gates + at * (4 * H) + gate
+        grad_h += tl.load(grad_hidden + at * H + state, mask=there, other=0.0).to(tl.float32)
         if HAS_CELLS:
-            of_c += tl.load(of_cells + at * H + state, mask=there, other=0.0).to(tl.float32)
+            grad_c += tl.load(grad_cells + at * H + state, mask=there, other=0.0).to(tl.float32)
 
         # h = o·tanh(c): the output gate first, because its product begins the gradient of the state before.
         o = tl.load(kept + 3 * H, mask=there, other=0.0).to(tl.float32)
-        shown = _tanh(tl.load(cells + at * H + state, mask=there, other=0.0))
-        of_c += of_h * o * (1 - shown * shown)
-        part = (of_h * shown * o * (1 - o)).to(narrow)
+        tanh_c = _tanh(tl.load(cells + at * H + state, mask=there, other=0.0))
+        grad_c += grad_h * o * (1 - tanh_c * tanh_c)
+        part = (grad_h * tanh_c * o * (1 - o)).to(narrow)
         tl.store(made + 3 * H, part, mask=there)
-        of_h = tl.dot(part, tl.load(w + 3 * H * H))
+        grad_h = tl.dot(part, tl.load(w + 3 * H * H))
 
         # c = f·c_before + i·g. Sigmoid and tanh give their slopes from their outputs: s(1 − s) and 1 − t².
         i = tl.load(kept, mask=there, other=0.0).to(tl.float32)
         g = tl.load(kept + 2 * H, mask=there, other=0.0).to(tl.float32)
-        part = (of_c * g * i * (1 - i)).to(narrow)
+        part = (grad_c * g * i * (1 - i)).to(narrow)
         tl.store(made, part, mask=there)
-        of_h = tl.dot(part, tl.load(w), acc=of_h)
-        part = (of_c * i * (1 - g * g)).to(narrow)
+        grad_h = tl.dot(part, tl.load(w), acc=grad_h)
+        part = (grad_c * i * (1 - g * g)).to(narrow)
         tl.store(made + 2 * H, part, mask=there)
-        of_h = tl.dot(part, tl.load(w + 2 * H * H), acc=of_h)
+        grad_h = tl.dot(part, tl.load(w + 2 * H * H), acc=grad_h)
 
         if t > 0:
             before = tl.load(cells + (at - rows) * H + state, mask=there, other=0.0)
         else:
             before = tl.load(c0 + first * H + state, mask=there, other=0.0)
         f = tl.load(kept + H, mask=there, other=0.0).to(tl.float32)
-        part = (of_c * tl.where(goes_on, before, 0.0) * f * (1 - f)).to(narrow)
+        part = (grad_c * tl.where(continues, before, 0.0) * f * (1 - f)).to(narrow)
         tl.store(made + H, part, mask=there)
-        of_h = tl.dot(part, tl.load(w + H * H), acc=of_h)
+        grad_h = tl.dot(part, tl.load(w + H * H), acc=grad_h)
 
         # Nothing goes back over an episode's start.
-        of_c = tl.where(goes_on, of_c * f, 0.0)
-        of_h = tl.where(goes_on, of_h, 0.0)
-    tl.store(of_h0 + first * H + state, of_h, mask=there)
-    tl.store(of_c0 + first * H + state, of_c, mask=there)
+        grad_c = tl.where(continues, grad_c * f, 0.0)
+        grad_h = tl.where(continues, grad_h, 0.0)
+    tl.store(grad_h0 + first * H + state, grad_h, mask=there)
+    tl.store(grad_c0 + first * H + state, grad_c, mask=there)
 
 
 @triton.jit
@@ -213,13 +215,13 @@ def _cell_forward(
     there = place < total
     row = place // H
     gate = row * (4 * H) + place % H
-    goes_on = tl.load(episode_start + row, mask=there, other=1) == 0
+    continues = tl.load(episode_start + row, mask=there, other=1) == 0
     wide = c.dtype.element_ty
     i = tl.sigmoid(tl.load(pre + gate, mask=there, other=0.0).to(wide))
     f = tl.sigmoid(tl.load(pre + gate + H, mask=there, other=0.0).to(wide))
     g = _tanh(tl.load(pre + gate + 2 * H, mask=there, other=0.0).to(wide))
     o = tl.sigmoid(tl.load(pre + gate + 3 * H, mask=there, other=0.0).to(wide))
-    before = tl.where(goes_on, tl.load(c + place, mask=there, other=0.0), 0.0)
+    before = tl.where(continues, tl.load(c + place, mask=there, other=0.0), 0.0)
     after = f * before + i * g
     tl.store(cells + place, after, mask=there)
     tl.store(hidden + place, o * _tanh(after), mask=there)
@@ -232,7 +234,7 @@ def _cell_forward(
 
 @triton.jit
 def _cell_backward(
-    of_hidden, of_cells, c, episode_start, cells, active, of_gates, of_h, of_c, total,
+    grad_hidden, grad_cells, c, episode_start, cells, active, grad_gates, grad_h, grad_c, total,
     HAS_CELLS: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row, pointwise; the running gradient of the cells, [N, H], is moved in place."""
@@ -240,21 +242,22 @@ def _cell_backward(
     there = place < total
     row = place // H
     gate = row * (4 * H) + place % H
-    goes_on = tl.load(episode_start + row, mask=there, other=1) == 0
+    continues = tl.load(episode_start + row, mask=there, other=1) == 0
     wide = c.dtype.element_ty
     i = tl.load(active + gate, mask=there, other=0.0).to(wide)
     f = tl.load(active + gate + H, mask=there, other=0.0).to(wide)
     g = tl.load(active + gate + 2 * H, mask=there, other=0.0).to(wide)
     o = tl.load(active + gate + 3 * H, mask=there, other=0.0).to(wide)
-    before = tl.where(goes_on, tl.load(c + place, mask=there, other=0.0), 0.0)
-    shown = _tanh(tl.load(cells + place, mask=there, other=0.0))
-    from_h = tl.load(of_h + place, mask=there, other=0.0) + tl.load(of_hidden + place, mask=there, other=0.0).to(wide)
-    from_c = tl.load(of_c + place, mask=there, other=0.0)
+    before = tl.where(continues, tl.load(c + place, mask=there, other=0.0), 0.0)
+    tanh_c = _tanh(tl.load(cells + place, mask=there, other=0.0))
+    from_h = tl.load(grad_h + place, mask=there, other=0.0)
+    from_h += tl.load(grad_hidden + place, mask=there, other=0.0).to(wide)
+    from_c = tl.load(grad_c + place, mask=there, other=0.0)
     if HAS_CELLS:
-        from_c += tl.load(of_cells + place, mask=there, other=0.0).to(wide)
-    from_c += from_h * o * (1 - shown * shown)
-    tl.store(of_gates + gate, from_c * g * i * (1 - i), mask=there)
-    tl.store(of_gates + gate + H, from_c * before * f * (1 - f), mask=there)
-    tl.store(of_gates + gate + 2 * H, from_c * i * (1 - g * g), mask=there)
-    tl.store(of_gates + gate + 3 * H, from_h * shown * o * (1 - o), mask=there)
-    tl.store(of_c + place, tl.where(goes_on, from_c * f, 0.0), mask=there)
+        from_c += tl.load(grad_cells + place, mask=there, other=0.0).to(wide)
+    from_c += from_h * o * (1 - tanh_c * tanh_c)
+    tl.store(grad_gates + gate, from_c * g * i * (1 - i), mask=there)
+    tl.store(grad_gates + gate + H, from_c * before * f * (1 - f), mask=there)
+    tl.store(grad_gates + gate + 2 * H, from_c * i * (1 - g * g), mask=there)
+    tl.store(grad_gates + gate + 3 * H, from_h * tanh_c * o * (1 - o), mask=there)
+    tl.store(grad_c + place, tl.where(continues, from_c * f, 0.0), mask=there)

@@ -30,9 +30,9 @@ class CallbackProtocol(Protocol):
 
 
 class Callback:
-    """Does nothing at every occasion: override what you need. `self.model` is the agent.
+    """Base class whose methods do nothing: override those you need. `self.model` is the agent.
 
-    Where no callback overrides `on_step` or `update_locals`, steps are not gone through and cost nothing.
+    Where no callback overrides `on_step` or `update_locals`, steps are not replayed and cost nothing.
     """
 
     model: Any = None
@@ -67,7 +67,7 @@ class Callback:
         """Called after a rollout and the updates on it; `self.model.metrics` holds their metrics."""
 
     def on_iteration_logged(self) -> bool:
-        """Called when every callback has heard of the iteration's end: metrics are written, and it is time to save.
+        """Called after `on_iteration_end` of every callback: metrics are written, and it is time to save.
 
         Return False to end the training.
         """
@@ -153,10 +153,10 @@ def make_callbacks(given: CallbackLike) -> list[CallbackProtocol]:
     return [_one(part) for part in (given if isinstance(given, Sequence) else [given])]
 
 
-def hears_steps(callback: CallbackProtocol) -> bool:
+def wants_steps(callback: CallbackProtocol) -> bool:
     """Whether the callback wants to be called for every step; SB3's always do."""
     if isinstance(callback, _CallbackList):
-        return any(map(hears_steps, callback.callbacks))
+        return any(map(wants_steps, callback.callbacks))
     if not isinstance(callback, Callback):
         return True
     kind = type(callback)
@@ -178,7 +178,7 @@ def _one(given: Any) -> CallbackProtocol:
 
 
 def _iteration_callbacks(callbacks: Sequence[Any]) -> Iterator[Callback]:
-    """Those that hear of iterations, also inside SB3's lists and events, which do not know of them."""
+    """Callbacks with hooks for iterations, also inside SB3's lists and events, which do not call these hooks."""
     for callback in callbacks:
         if isinstance(callback, Callback):
             yield callback
@@ -194,7 +194,7 @@ class CallbackLogger:
         self.metrics = metrics
 
     def record(self, key: str, value: Any, exclude: Any = None) -> None:  # noqa: ARG002
-        """Add a figure; there are no output formats here to exclude it from."""
+        """Add a metric; there are no output formats here to exclude it from."""
         self.metrics[key] = value
 
     def dump(self, step: int = 0) -> None:

@@ -14,7 +14,7 @@ RETURN_QUANTILES = {f"critic/return_p{round(100 * level):02d}": level for level 
 
 
 class MeanMetrics:
-    """Adds up metrics, each a number or a row of numbers; the minibatches say which ones there are."""
+    """Accumulates metrics, each a number or a row of numbers, over minibatches, which supply the names."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.names: tuple[str, ...] = ()
@@ -23,13 +23,13 @@ class MeanMetrics:
         self.count = torch.zeros((), dtype=torch.float64, device=device)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the sums."""
         self.sums.zero_()
         self.count.zero_()
 
     @torch.no_grad()
     def add(self, metrics: Mapping[str, Tensor], counts: Tensor | None = None) -> None:
-        """Take in a minibatch's metrics, unless `counts`, a bool on the device, says no."""
+        """Add a minibatch's metrics, unless `counts`, a bool on the device, is false."""
         row = torch.cat([value.detach().reshape(-1).double() for value in metrics.values()])
         if self.names != tuple(metrics):
             self.names = tuple(metrics)

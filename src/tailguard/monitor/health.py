@@ -1,22 +1,24 @@
 """Alarms: silent failures are reported once, with a remedy, and counted from then on.
 
 A rule reads an iteration's metrics (plain numbers) and returns a message if they are bad. It raises an alarm after
-`patience` bad iterations in a row. A new alarm is one entry in `RULES` and one section in docs/alarms.md.
+`patience` bad iterations in a row. A new alarm is one entry in `RULES` and one section in docs/alarms.md, or from
+outside one call of `register_alarm`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tailguard.errors import ConfigError
+
 Metrics = Mapping[str, float]
 Past = Mapping[str, Sequence[float]]
 
-REMEMBERED = ("train/grad_norm",)
-"""Metrics whose recent values a rule needs."""
 FEW_TAIL_OUTCOMES = 5
 """Mean number of tail outcomes per update below which its gradient is mostly noise: the standard error of the tail
 share alone is then 45 % or more."""
@@ -35,9 +37,8 @@ class Alarm:
 
     def __str__(self) -> str:
         anchor = self.name.replace("_", "-")
-        return (
-            f"alarm {self.name} at {self.step:,} steps: {self.what}\n  Usually: {self.usually} See docs/alarms#{anchor}"
-        )
+        see = "" if self.name in OWN_RULES else f" See docs/alarms#{anchor}"
+        return f"alarm {self.name} at {self.step:,} steps: {self.what}\n  Usually: {self.usually}{see}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Rule:
     """Consecutive bad iterations before the alarm is raised."""
     after: int = 0
     """Iterations at the start of training that are ignored."""
+    remembers: tuple[str, ...] = ()
+    """Metrics whose recent values it needs, in `past`."""
 
 
 def _value(metrics: Metrics, name: str) -> float:
@@ -122,7 +125,7 @@ def memorised(metrics: Metrics) -> str | None:
         return None
     return (
         f"log-growth is {growth + gap:+.1f} a year on the training bars and {growth:+.1f} on validation bars: the "
-        "agent knows its training bars by heart."
+        "agent has memorised its training bars."
     )
 
 
@@ -205,7 +208,11 @@ def always_flips(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     return f"positions change sign at {100 * share:.0f} % of the bars." if share > 0.8 else None
 
 
-def _broken_at_cap(metrics: Metrics) -> str | None:
+AT_CAP = 10
+"""Updates with λ at its cap and a broken limit before that is an alarm."""
+
+
+def _broken_at_cap(metrics: Metrics, past: Past) -> str | None:
     """A message if λ is at its cap and the limit is broken by 5 % and by two standard errors of the measured CVaR."""
     tail, mean, limit, error = (
         100 * _value(metrics, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
@@ -213,23 +220,26 @@ def _broken_at_cap(metrics: Metrics) -> str | None:
     broken = _value(metrics, "risk/violation") > 0.05 and limit - tail > 2 * error
     if not (_value(metrics, "risk/at_cap") > 0 and broken):
         return None
+    # The best under the largest multiplier: earlier CVaRs are those of an agent that hardly traded yet.
+    best = max([tail, *(100 * value for value in past.get("risk/cvar_realised", [])[-(AT_CAP - 1) :])])
     return (
         f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and the CVaR of recent "
-        f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %."
+        f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %; the best it "
+        f"reached there is {best:.2f} %."
     )
 
 
-def risk_infeasible(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
+def risk_infeasible(metrics: Metrics, past: Past) -> str | None:
     """A Lagrange multiplier at its cap while the limit is still broken."""
-    what = _broken_at_cap(metrics)
+    what = _broken_at_cap(metrics, past)
     if what is None or _value(metrics, "risk/tail_outcomes") < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} So far training has not met the limit."
 
 
-def tail_undersampled(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
+def tail_undersampled(metrics: Metrics, past: Past) -> str | None:
     """The same, with too few tail outcomes per update to tell whether the limit is feasible."""
-    what, seen = _broken_at_cap(metrics), _value(metrics, "risk/tail_outcomes")
+    what, seen = _broken_at_cap(metrics, past), _value(metrics, "risk/tail_outcomes")
     if what is None or not seen < FEW_TAIL_OUTCOMES:
         return None
     return f"{what} An update sees {seen:.2g} tail outcomes: too few to conclude that the limit is infeasible."
@@ -303,6 +313,7 @@ RULES: tuple[Rule, ...] = (
         "an outlier in the data, or too high a learning rate. Check data/*; lower learning_rate.",
         patience=1,
         after=5,
+        remembers=("train/grad_norm",),
     ),
     Rule(
         "quantile_crossing",
@@ -333,13 +344,14 @@ RULES: tuple[Rule, ...] = (
         risk_infeasible,
         "a limit that costs and price gaps alone break for any position. Loosen risk.limit, shorten episodes, or trade "
         "less.",
-        patience=10,
+        patience=AT_CAP,
+        remembers=("risk/cvar_realised",),
     ),
     Rule(
         "tail_undersampled",
         tail_undersampled,
         "too few episodes per rollout. Raise env.num_envs, ppo.n_steps or risk.alpha, or shorten episodes.",
-        patience=10,
+        patience=AT_CAP,
     ),
     Rule(
         "tail_mispredicted",
@@ -376,13 +388,39 @@ MEMORISED = Rule(
 )
 EVERY_RULE = (*RULES, CONSTANT_EVALUATION, MEMORISED)
 """Rules over iterations, and those over evaluations."""
+OWN_RULES: dict[str, Rule] = {}
+"""Rules over iterations that `register_alarm` added, by name."""
+
+
+def register_alarm(rule: Rule, *, replace: bool = False) -> Rule:
+    """Add a rule to every learner that is made from now on; its count is logged as `warn/{name}`.
+
+    `replace`: allow a name that is already registered, as when a notebook cell runs twice.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", rule.name):
+        raise ConfigError(f"alarm {rule.name!r}: use lower case letters, digits and underscores, as loses_at_night")
+    taken = rule.name in {known.name for known in EVERY_RULE} or rule.name in ("skipped_nonfinite",)
+    if taken or (rule.name in OWN_RULES and not replace):
+        raise ConfigError(f"alarm {rule.name!r} is registered already; choose another name")
+    OWN_RULES[rule.name] = rule
+    return rule
+
+
+def rules_in_force() -> tuple[Rule, ...]:
+    """Every rule over iterations."""
+    return (*RULES, *OWN_RULES.values())
+
+
+def advice_on(name: str) -> str:
+    """Common causes of an alarm and what to do; empty where its rule is not registered in this process."""
+    return next((rule.usually for rule in (*EVERY_RULE, *OWN_RULES.values()) if rule.name == name), "")
 
 
 @dataclass
 class HealthMonitor:
     """Applies the rules, counts bad iterations, and raises each alarm once."""
 
-    rules: Sequence[Rule] = RULES
+    rules: Sequence[Rule] = field(default_factory=rules_in_force)
     streaks: dict[str, int] = field(default_factory=dict)
     """Consecutive bad iterations, by rule."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -399,7 +437,7 @@ class HealthMonitor:
         for rule in self.rules:
             what = rule.check(metrics, self.past) if self.iterations > rule.after else None
             raised += self._count(rule, what, step)
-        for name in REMEMBERED:
+        for name in dict.fromkeys(name for rule in self.rules for name in rule.remembers):
             if name in metrics and math.isfinite(metrics[name]):
                 self.past[name] = [*self.past.get(name, []), metrics[name]][-MEMORY:]
         return raised

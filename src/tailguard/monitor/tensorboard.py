@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
+
 from tailguard.monitor.device_metrics import RETURN_QUANTILES
-from tailguard.monitor.histograms import histograms
 from tailguard.monitor.writers import MetricsWriter
 from tailguard.validate import check_count
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tailguard.monitor.health import Alarm
 
 
+BINS = 64
+"""Bins of a histogram."""
 FINAL_METRICS = (
     "rollout/ep_rew_mean",
     "rollout/ep_pnl_mean",
@@ -48,10 +50,10 @@ class TensorBoardWriter(MetricsWriter):
         from torch.utils.tensorboard import SummaryWriter
 
         super().on_training_start(locals_, globals_)
-        goes_on = any(self.folder.glob("events.out.tfevents.*"))
+        resumed = any(self.folder.glob("events.out.tfevents.*"))
         self.writer = SummaryWriter(str(self.folder), purge_step=self.model.num_timesteps + 1)
         self.laid_out = False
-        if not goes_on:
+        if not resumed:
             self._write_hyperparameters("start")
 
     def on_iteration_end(self) -> None:
@@ -134,3 +136,52 @@ def return_fan() -> dict[str, dict[str, list[Any]]]:
             "median, 25 % to 75 %": ["Margin", [p50, p25, p75]],
         }
     }
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts in bins of equal width."""
+
+    low: float
+    high: float
+    number: float
+    total: float
+    squares: float
+    edges: list[float]
+    """Right edges."""
+    counts: list[float]
+
+
+def histograms(tensors: Mapping[str, Tensor], bins: int = BINS) -> dict[str, Histogram]:
+    """One histogram by name for each tensor with a finite number in it; counted on the device, read in one transfer."""
+    if not tensors:
+        return {}
+    rows = torch.stack([count(values, bins) for values in tensors.values()]).cpu()
+    result = {}
+    for name, row in zip(tensors, rows, strict=True):
+        low, high, first, width, number, total, squares = row[:7].tolist()
+        if number:
+            edges = (first + width * torch.arange(1, bins + 1, dtype=torch.float64)).tolist()
+            result[name] = Histogram(low, high, number, total, squares, edges, row[7:].tolist())
+    return result
+
+
+@torch.no_grad()
+def count(values: Tensor, bins: int = BINS) -> Tensor:
+    """[7 + bins]: minimum, maximum, left edge, width of a bin, number, sum, sum of squares, and the counts.
+
+    The bins span the values; if all are the same, one unit around them, as in NumPy. No host sync: numbers that are not
+    finite are counted in a bin of their own, which is dropped, rather than filtered out.
+    """
+    rows = values.flatten().double()
+    finite = rows.isfinite()
+    low = torch.where(finite, rows, torch.inf).min()
+    high = torch.where(finite, rows, -torch.inf).max()
+    constant = low == high
+    first = torch.where(constant, low - 0.5, low)
+    width = torch.where(constant, 1.0, high - low) / bins
+    kept = torch.where(finite, rows, 0.0)
+    place = torch.where(finite, ((kept - first) / width).floor().clamp(0, bins - 1), bins).long()
+    counts = rows.new_zeros(bins + 1).scatter_add_(0, place, torch.ones_like(rows))
+    summary = [low, high, first, width, finite.sum().double(), kept.sum(), kept.square().sum()]
+    return torch.cat([torch.stack(summary), counts[:-1]])

@@ -9,9 +9,6 @@ from tailguard.optim.utility import Normalisation
 from tailguard.optim.variance_scaler import Granularity, Moments
 from tailguard.validate import check_choice, check_count, check_range
 
-OptimizerKind = Literal["adam", "adamw", "upgd", "adaptive_upgd", "upgdw"]
-UTILITY_KINDS: tuple[OptimizerKind, ...] = ("upgd", "adaptive_upgd", "upgdw")
-
 
 @dataclass(frozen=True)
 class UPGDConfig:

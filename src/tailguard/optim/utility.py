@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from tailguard.deprecated import renamed_method
 from tailguard.errors import ConfigError
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -275,6 +276,8 @@ class UtilityOptimizer(Optimizer, ABC):
             "upgd/saturated_share": saturated.float().mean(),
             "upgd/noise_to_step": (torch.stack(noise).sum() / torch.stack(signal).sum().clamp(min=tiny)).sqrt(),
         }
+
+    figures = renamed_method("figures", "metrics")
 
     def state_dict(self) -> dict[str, Any]:
         """The complete state, including the perturbations' generators."""

@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adadelta, Adagrad, Adamax, NAdam, Optimizer, RAdam, RMSprop
 
+from tailguard.deprecated import renamed_method
 from tailguard.errors import ConfigError
-from tailguard.optim.upgd import UPGD, AdaptiveUPGD
+from tailguard.optim.registry import kind_of
 from tailguard.optim.utility import bias_correction
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -26,10 +27,12 @@ Application = Literal["auto", "gradient", "learning_rate"]
 Granularity = Literal["global", "per_tensor"]
 Moments = Literal["own", "optimizer"]
 
-PROPORTIONAL = (SGD, UPGD)
-"""Optimisers whose step grows with the gradient."""
-SCALE_FREE = (Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, AdaptiveUPGD)
-"""Optimisers that divide the gradient by its own size, so a factor on it cancels out."""
+PROPORTIONAL = (SGD,)
+"""Optimisers of torch, beside the registered ones, whose step grows with the gradient."""
+SCALE_FREE = (NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta)
+"""Those that divide the gradient by its own size, so a factor on it cancels out."""
+ADAM_MOMENTS = (NAdam, RAdam)
+"""Those that keep Adam's averages of the gradient and its square."""
 
 
 def squared_weight_sum(beta: float, steps: Tensor) -> Tensor:
@@ -115,7 +118,7 @@ class VarianceGradientScaler:
             `per_tensor`, one for each tensor, which turns the step towards tensors with little noise and is a
             rough estimate for small ones
         apply: `gradient` multiplies gradients, `learning_rate` the steps that the optimiser takes; `auto` selects
-            the one that works for the optimisers of torch and Tailguard
+            the one that works for the optimisers of torch, Tailguard and those registered
         moments: `own`, from the gradients at `update_statistics`; `optimizer`, from the `exp_avg` and `exp_avg_sq`
             of Adam and similar optimisers, which takes no memory but sees clipped gradients, one step late
         """
@@ -195,7 +198,7 @@ class VarianceGradientScaler:
         if self.optimizer is not None:
             self.optimizer_step()
 
-    # --- what it found ------------------------------------------------------------------------------------------
+    # --- statistics ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def get_normalized_variance(self) -> NoiseToSignal:
@@ -225,6 +228,8 @@ class VarianceGradientScaler:
             "vgs/signal": torch.where(self._present, self._signal, 0.0).sum(),
             "vgs/scale": self.get_scaling_factor().mean(),
         }
+
+    figures = renamed_method("figures", "metrics")
 
     @torch.no_grad()
     def rescale(self, parameter: Tensor, factor: Tensor) -> None:
@@ -414,19 +419,19 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _check_parameters(parameters: Iterable[Tensor]) -> list[Tensor]:
-    found = list(parameters)
-    if not found:
+    checked = list(parameters)
+    if not checked:
         raise ConfigError("variance scaler: no parameters; give the model's parameters() or an optimiser that has some")
-    if len({id(parameter) for parameter in found}) < len(found):
+    if len({id(parameter) for parameter in checked}) < len(checked):
         raise ConfigError("variance scaler: a parameter is given twice and would be scaled twice; give each one once")
-    for index, parameter in enumerate(found):
+    for index, parameter in enumerate(checked):
         if not isinstance(parameter, Tensor) or not parameter.is_floating_point():
             kind = parameter.dtype if isinstance(parameter, Tensor) else type(parameter).__name__
             raise ConfigError(f"variance scaler: parameter {index} is {kind}; it must be a real floating-point tensor")
-    devices = sorted({str(parameter.device) for parameter in found})
+    devices = sorted({str(parameter.device) for parameter in checked})
     if len(devices) > 1:
         raise ConfigError(f"variance scaler: parameters on {' and '.join(devices)}; build one scaler for each device")
-    return found
+    return checked
 
 
 def _choose_application(apply: Application, optimizer: Optimizer | None) -> Application:
@@ -439,9 +444,10 @@ def _choose_application(apply: Application, optimizer: Optimizer | None) -> Appl
         return "gradient"
     if apply != "auto":
         return apply
-    if isinstance(optimizer, SCALE_FREE):
+    kind = kind_of(optimizer)
+    if isinstance(optimizer, SCALE_FREE) or (kind is not None and kind.scale_free):
         return "learning_rate"
-    if isinstance(optimizer, PROPORTIONAL):
+    if isinstance(optimizer, PROPORTIONAL) or kind is not None:
         return "gradient"
     raise ConfigError(
         f"apply: 'auto' does not know {type(optimizer).__name__}; say 'gradient' if its step grows with the gradient, "
@@ -450,9 +456,11 @@ def _choose_application(apply: Application, optimizer: Optimizer | None) -> Appl
 
 
 def _check_moments(optimizer: Optimizer | None) -> None:
-    kind = "parameters alone" if optimizer is None else type(optimizer).__name__
-    if not isinstance(optimizer, Adam | AdamW | NAdam | RAdam | AdaptiveUPGD):
-        raise ConfigError(f"moments: {kind} cannot give 'optimizer' moments; use Adam or its like, or 'own'")
+    name = "parameters alone" if optimizer is None else type(optimizer).__name__
+    kind = None if optimizer is None else kind_of(optimizer)
+    known = isinstance(optimizer, ADAM_MOMENTS) or (kind is not None and kind.adam_moments)
+    if optimizer is None or not known:
+        raise ConfigError(f"moments: {name} cannot give 'optimizer' moments; use Adam or its like, or 'own'")
     for group in optimizer.param_groups:
         # Without an average of the gradient, noise and signal cannot be separated.
         check_range("moments: betas[0] of the optimiser", float(group["betas"][0]), low=0, high=1, low_open=True)

@@ -3,7 +3,12 @@
 from tailguard.returns.distributional import bootstrap_samples, draw_continuations, sr_lambda_targets
 from tailguard.returns.gae import gae, lambda_returns
 from tailguard.returns.normalise import (
+    COMMON_MOMENTS,
+    GRADIENT,
+    SQUARED_GRADIENT,
+    UTILITY,
     AdvantageMode,
+    MomentPowers,
     MomentsChange,
     RunningMoments,
     normalise_advantages,
@@ -12,7 +17,12 @@ from tailguard.returns.normalise import (
 )
 
 __all__ = [
+    "COMMON_MOMENTS",
+    "GRADIENT",
+    "SQUARED_GRADIENT",
+    "UTILITY",
     "AdvantageMode",
+    "MomentPowers",
     "MomentsChange",
     "RunningMoments",
     "bootstrap_samples",

@@ -20,9 +20,6 @@ AdvantageMode = Literal["global", "per_env", "off"]
 # Observations and returns are float32: variation below this share of the mean is rounding, not signal.
 _FLOAT32_RESOLUTION = 2.0**-23
 
-# The powers of the gradient that optimisers average: Adam and its relatives, and SGD with momentum.
-_MOMENT_POWERS = {"momentum_buffer": 1, "exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}
-
 
 def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and sum of squared deviations along the first dimension, over the valid entries, in float64.
@@ -35,6 +32,26 @@ def _moments(samples: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = deviations.sum(0) / count.clamp_min(1.0)
     squares = deviations.sub_(mean).masked_fill_(invalid, 0.0).square_().sum(0)
     return count, mean, squares
+
+
+@dataclass(frozen=True)
+class MomentPowers:
+    """What an entry of an optimiser's state is an average of: gradient^gradient · weight^weight."""
+
+    gradient: int
+    weight: int = 0
+
+
+GRADIENT, SQUARED_GRADIENT = MomentPowers(1), MomentPowers(2)
+UTILITY = MomentPowers(1, 1)
+COMMON_MOMENTS: Mapping[str, MomentPowers] = {
+    "momentum_buffer": GRADIENT,
+    "exp_avg": GRADIENT,
+    "exp_avg_sq": SQUARED_GRADIENT,
+    "max_exp_avg_sq": SQUARED_GRADIENT,
+    "utility": UTILITY,
+}
+"""State of SGD with momentum, of Adam and its relatives, and of UPGD."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class RunningMoments:
 
     def __init__(self, shape: Sequence[int] = (), decay: float = 1.0, device: torch.device | str | None = None) -> None:
         if not 0.0 < decay <= 1.0:
-            raise ConfigError(f"decay {decay} of running statistics is outside (0, 1]; 1 remembers everything")
+            raise ConfigError(f"decay {decay} of running statistics is outside (0, 1]; 1 counts all batches equally")
         self.decay = decay
         self.mean = torch.zeros(tuple(shape), dtype=torch.float64, device=device)
         self.squares = torch.zeros_like(self.mean)
@@ -109,11 +126,15 @@ class RunningMoments:
         batch_count = batch_count.reshape(())
 
         first = self.count == 0.0
+        # The past loses weight once per update, whatever the size of the batch.
         old_count = self.decay * self.count
         total = old_count + batch_count
         batch_share = batch_count / torch.where(total > 0.0, total, 1.0)
+        # The pooled sum of squares is both sums plus gap²·n₁n₂/n. Unlike E[x²] − E[x]² it does not cancel at a large
+        # mean.
         gap = batch_mean - self.mean
         old_mean, old_std = self.mean.clone(), self.std.clone()
+        # In place: recorded graphs hold these tensors.
         self.mean.add_(gap * batch_share)
         self.squares.mul_(self.decay).add_(batch_squares).add_(gap.square() * old_count * batch_share)
         self.count.copy_(total)
@@ -157,6 +178,7 @@ class RunningMoments:
 
     def _refresh_std(self) -> None:
         std = (self.squares / torch.where(self.count > 0.0, self.count, 1.0)).sqrt()
+        # A constant entry keeps std 1: dividing by a rounding error would turn noise into a signal.
         self.std.copy_(torch.where(self.varies, std, 1.0))
 
 
@@ -192,6 +214,7 @@ def normalise_advantages(
         raise ConfigError(f"advantage normalisation {mode!r} is unknown; use 'global', 'per_env' or 'off'")
 
     std = (squares / (count - 1.0).clamp_min(1.0)).sqrt()
+    # The threshold is relative to the advantages' own size, so that the unit of rewards does not matter.
     rms = (mean.square() + squares / count.clamp_min(1.0)).sqrt()
     enough = count >= 2.0
     degenerate = enough & (std <= 1e-6 * (mean.abs() + rms) + 1e-12)
@@ -212,12 +235,19 @@ def popart_rescale(
 
     weight: [Q, H]; bias: [Q]; the statistics: 0-dim tensors
     """
+    # In float64, rounded once: this happens at every rollout, and errors would add up over thousands.
     weight.copy_(weight.double() * (old_std / new_std))
     bias.copy_((bias.double() * old_std + (old_mean - new_mean)) / new_std)
 
 
 @torch.no_grad()
-def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Tensor, loss_degree: int) -> None:
+def rescale_moments(
+    moments: Mapping[str, Tensor],
+    old_std: Tensor,
+    new_std: Tensor,
+    loss_degree: int,
+    powers: Mapping[str, MomentPowers] = COMMON_MOMENTS,
+) -> None:
     """Carry an optimiser's gradient averages for a PopArt head over to the new units, in place.
 
     A loss on normalised residuals that is homogeneous of degree p (2: squared error, 1: pinball) is multiplied by
@@ -227,20 +257,18 @@ def rescale_moments(moments: Mapping[str, Tensor], old_std: Tensor, new_std: Ten
     the new ones. For pinball the factor is 1, since its gradient has no units. A utility is a gradient times its
     weight, so it gets one more factor; the shift of a bias enters its utility through later gradients.
 
-    moments: the optimiser's state of one parameter, `optimiser.state[parameter]`; a tensor under an unknown name
-             is refused
+    moments: the optimiser's state of one parameter, `optimiser.state[parameter]`
+    powers: what each tensor in it is an average of, by name; a tensor under an unknown name is refused
     """
-    gradient_factor = (old_std / new_std) ** (loss_degree - 1)
-    factors = {name: gradient_factor**power for name, power in _MOMENT_POWERS.items()}
-    factors["utility"] = (old_std / new_std) ** loss_degree
     kept = {name: value for name, value in moments.items() if isinstance(value, Tensor)}
-    unknown = [name for name, value in kept.items() if value.dim() > 0 and name not in factors]
+    unknown = [name for name, value in kept.items() if value.dim() > 0 and name not in powers]
     if unknown:
         raise ConfigError(
-            f"optimiser state {', '.join(unknown)}: its scaling with the return is unknown, so it cannot be "
-            f"rescaled when the return's scale changes. Use an optimiser whose state is among "
-            f"{', '.join(factors)}, as Adam or UPGD"
+            f"optimiser state {', '.join(unknown)}: its scaling with the return is unknown, so it cannot be rescaled "
+            f"when the return's scale changes. Declare it where the optimiser is registered, or use one whose state is "
+            f"among {', '.join(powers)}, as Adam or UPGD"
         )
-    for name, factor in factors.items():
+    ratio = old_std / new_std
+    for name, power in powers.items():
         if name in kept:
-            kept[name].mul_(factor)
+            kept[name].mul_(ratio ** (power.gradient * (loss_degree - 1) + power.weight))

@@ -11,6 +11,7 @@ from tailguard.errors import ConfigError
 from tailguard.validate import check_choice, check_count, check_range
 
 RiskMeasure = Literal["episode", "drawdown", "bar"]
+BoundKind = Literal["percentile", "pivotal"]
 
 TAIL_EPISODES = 20
 """Outcomes needed in the tail for a useful mean: its error is then about a fifth of the excess."""
@@ -36,6 +37,9 @@ class RiskConfig:
     confidence: float = 0.9
     """How sure the limit must be on bars that were held out from training, 0.5 to below 1: exposure is scaled so that
     the bound of this confidence keeps the limit; 0: exposure stays as it was learned."""
+    bound: BoundKind = "percentile"
+    """The bound behind confidence: percentile of a bootstrap, which holds less often than it says with few held-out
+    episodes, or pivotal, which is wider and holds nearly as often as it says."""
     volatility_half_life: int = 48
     """With a limit, weights are scaled down while recent volatility, with this half-life in bars, is above its median
     in training; 0: off."""
@@ -71,6 +75,7 @@ class RiskConfig:
                 f"risk.confidence: {self.confidence:g} would scale exposure to a tail milder than the estimate; "
                 "give 0.5 to below 1, or 0 to leave exposure as it was learned"
             )
+        check_choice("risk.bound", self.bound, get_args(BoundKind))
         check_count("risk.volatility_half_life", self.volatility_half_life, low=0)
         for name in ("kp", "ki"):
             if getattr(self, name) is not None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tailguard.deprecated import renamed_method
 from tailguard.risk.config import TAIL_EPISODES, RiskConfig
 from tailguard.risk.cvar import cvar_from_samples, var_from_samples
 
@@ -51,13 +52,18 @@ def dual_step(dual: Dual, violation: Tensor, config: RiskConfig) -> Dual:
     budget is kept.
     """
     kp, ki = config.gains
+    # Relative to the limit, so that the gains do not depend on its size; bounded, so that one crash in the window does
+    # not set λ by itself.
     error = violation.clamp(-1.0, 1.0)
+    # Conditional integration against windup (Åström & Hägglund 2006): at the cap, or while a large violation already
+    # shrinks, a growing integral would only delay the way down.
     at_cap = kp * error + dual.integral >= config.lambda_max
     shrinking = (error > INTEGRATION_ZONE) & (violation < FALLING * dual.trend)
-    gathers = ~(at_cap | shrinking) | (error < 0)
+    integrates = ~(at_cap | shrinking) | (error < 0)
+    # Geometric while far from the limit: by Ki = 0.02 alone, a multiplier of 10 would take 500 rollouts.
     growth = WINDUP * torch.where(error > INTEGRATION_ZONE, dual.integral * error, 0.0)
     moved = (dual.integral + ki * error + growth).clamp(0.0, config.lambda_max)
-    integral = torch.where(gathers, moved, dual.integral)
+    integral = torch.where(integrates, moved, dual.integral)
     trend = TREND_MEMORY * dual.trend + (1 - TREND_MEMORY) * violation
     return Dual((kp * error + integral).clamp(0.0, config.lambda_max), integral, trend)
 
@@ -76,6 +82,8 @@ class OutcomeWindow:
     def add(self, losses: Tensor, counted: Tensor) -> None:
         """Record the losses [...] where `counted` [...] holds, in their order; of too many, the last ones."""
         flags = counted.flatten()
+        # A masked append at fixed shapes: the k-th counted loss goes to slot (count + k − 1) mod W, the others to the
+        # extra slot. `losses[counted]` would have a shape that depends on data, which is a host sync.
         number = flags.cumsum(0)
         kept = flags & (number > number[-1] - self.size)
         place = torch.where(kept, (self.count + number - 1) % self.size, self.size)
@@ -157,12 +165,15 @@ class CVaRConstraint:
         λ is constant until the tail holds enough of them.
         """
         self.window.add(losses, counted)
+        # ν minimises Rockafellar & Uryasev's formula at the VaR: a rollout's costs are taken at the VaR of a window
+        # that includes its own outcomes.
         threshold, shortfall = self.window.tail(self.config.alpha)
         self.threshold.copy_(threshold.nan_to_num())
         self.shortfall.copy_(shortfall)
         if self.config.limit is None:
             return
         target = self.scale * (1 - self.config.margin)
+        # torch.where and not `if`: whether the tail is ready is a value on the device.
         violation = torch.where(self.ready, (shortfall - target) / self.scale, 0.0).nan_to_num()
         before = Dual(self.multiplier, self.integral, torch.where(self.trend.isinf(), violation, self.trend))
         moved = dual_step(before, violation, self.config)
@@ -183,7 +194,9 @@ class CVaRConstraint:
 
         losses: [...]; mean, deviation: broadcastable to them
         """
+        # In float64: for losses far below ν the two terms cancel.
         distance = losses.double() + mean - self.threshold
+        # On the last row nothing is left to change; the limit s → 0 is the excess itself, without 0/0.
         spread = deviation.clamp(min=1e-12)
         ratio = distance / spread
         density = torch.exp(-0.5 * ratio.square()) / math.sqrt(2 * math.pi)
@@ -192,6 +205,8 @@ class CVaRConstraint:
 
     def combine(self, reward_advantages: Tensor, cost_advantages: Tensor) -> Tensor:
         """(A_r − λ·A_c)/(1 + λ), both in raw units; cost advantages come in units of the limit."""
+        # Weights 1/(1 + λ) and λ/(1 + λ): a large λ changes the direction of the update, not its size (Stooke et al.
+        # 2020).
         multiplier = self.multiplier.float()
         return (reward_advantages - multiplier * self.scale.float() * cost_advantages) / (1 + multiplier)
 
@@ -214,6 +229,8 @@ class CVaRConstraint:
                 "risk/at_cap": (self.multiplier >= self.config.lambda_max).double(),
             }
         return metrics
+
+    figures = renamed_method("figures", "metrics")
 
     def _state(self) -> dict[str, Tensor]:
         return {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tailguard.shuffle import shuffled
+from tailguard.device_ops import shuffled
 
 
 class CostCritic(nn.Module):

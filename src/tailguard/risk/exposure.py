@@ -1,15 +1,20 @@
 """Calibrated exposure: the largest factor on an agent's weights that keeps a budget on held-out bars, with confidence.
 
-An agent that has few years to learn from knows them too well, and its tail on other bars is several times its tail in
-training. The loss of an episode is nearly proportional to the exposure, so a factor m on the weights brings the tail to
-any limit d. Held-out episodes, which had no part in training, tell which:
+An agent trained on a few years overfits them, and its tail on other bars is several times its tail in training. The
+loss of an episode is nearly proportional to the exposure, so a factor m on the weights brings the tail to any limit d.
+Held-out episodes, which had no part in training, tell which:
 
     m = sup { m : U(m) ≤ d },    U(m): upper confidence bound of ES_α of the held-out episodes traded at exposure m
 
-U is a quantile of ES_α over resampled records: circular blocks of whole episodes (Politis & Romano 1992), two episodes
-long, so that neighbouring and overlapping episodes stay together. The idea is that of conformal risk control
-(Angelopoulos et al. 2024): tune one monotone parameter on data that the model has not seen. It rests on the assumption
-that the bars to come are like the held-out ones; where the market changes, no factor can promise anything.
+U comes from ES_α over resampled records: circular blocks of whole episodes (Politis & Romano 1992), two episodes long,
+so that neighbouring and overlapping episodes stay together. `percentile`: U is their quantile. The tail of a resampled
+record is too mild for the same reason as that of the record itself, so that this bound covers less often than it says
+while the tail holds few episodes. `pivotal`: the ratio of resampled to estimated ES stands for that of the estimate to
+the truth (the basic bootstrap of Davison & Hinkley 1997, in logarithms), which turns that error round.
+
+The idea is that of conformal risk control (Angelopoulos et al. 2024): tune one monotone parameter on data that the
+model has not seen. It rests on the assumption that the bars to come are like the held-out ones; where the market
+changes, no factor can promise anything.
 """
 
 from __future__ import annotations
@@ -17,16 +22,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from tailguard.errors import ConfigError
+from tailguard.risk.config import BoundKind
 from tailguard.risk.cvar import cvar_from_samples
-from tailguard.validate import check_count, check_range
+from tailguard.validate import check_choice, check_count, check_range
 
 RESAMPLES = 400
+LARGEST_RATIO = 2.0
+"""Of a pivotal bound to the estimate: resamples whose tail gains tell nothing about how much deeper it can be."""
 MOST_EXPOSURE = 3.0
 """Largest factor: an agent whose tail stays far inside the limit is not scaled up without end."""
 TOLERANCE = 0.01
@@ -37,7 +45,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Exposure:
-    """A factor on an agent's weights, and how it was found. CVaRs are returns: −0.04 is a loss of 4 %."""
+    """A factor on an agent's weights, and how it was calibrated. CVaRs are returns: −0.04 is a loss of 4 %."""
 
     factor: float
     limit: float
@@ -60,7 +68,7 @@ class Exposure:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Exposure:
-        """What `dataclasses.asdict` took apart."""
+        """The exposure from the output of `dataclasses.asdict`."""
         return cls(**{item.name: float(state[item.name]) for item in fields(cls)})
 
 
@@ -71,6 +79,7 @@ def calibrate_exposure(
     alpha: float,
     level: float = 0.9,
     overlap: int = 1,
+    kind: BoundKind = "percentile",
     seed: int = 0,
 ) -> Exposure:
     """The largest factor at which the upper confidence bound of the held-out tail keeps the limit; 0 if none was found.
@@ -78,6 +87,7 @@ def calibrate_exposure(
     `outcomes_at`: outcomes of the held-out episodes traded at an exposure, [n] or [n, k]: a row for each episode, in
         the order of time, with k outcomes of it. It is called for each candidate.
     `overlap`: how many consecutive episodes share a bar; 1 where they do not overlap.
+    `kind`: of the bound, see above.
     """
     check_range("limit", limit, low=-1, high=0, high_open=True)
     check_count("overlap", overlap)
@@ -86,7 +96,7 @@ def calibrate_exposure(
         """The tail at a factor, and its bound as a multiple of the limit."""
         outcomes = _rows(outcomes_at(factor))
         cvar = float(cvar_from_samples(outcomes.flatten(), alpha))
-        bound = cvar_bound(outcomes, alpha, level, block=2 * overlap, seed=seed)
+        bound = cvar_bound(outcomes, alpha, level, block=2 * overlap, kind=kind, seed=seed)
         tail_episodes = alpha * len(outcomes) / overlap
         return Exposure(factor, limit, alpha, level, cvar, cvar, bound, tail_episodes), bound / limit
 
@@ -110,11 +120,19 @@ def calibrate_exposure(
 
 
 def cvar_bound(
-    outcomes: Tensor, alpha: float, level: float, *, block: int, seed: int = 0, resamples: int = RESAMPLES
+    outcomes: Tensor,
+    alpha: float,
+    level: float,
+    *,
+    block: int,
+    kind: BoundKind = "percentile",
+    seed: int = 0,
+    resamples: int = RESAMPLES,
 ) -> float:
     """Lower confidence bound of CVaR_α of outcomes [n] or [n, k], from circular blocks of `block` rows."""
     check_range("level", level, low=0.5, high=1, high_open=True)
     check_count("block", block)
+    check_choice("kind", kind, get_args(BoundKind))
     rows = _rows(outcomes)
     count = len(rows)
     generator = torch.Generator().manual_seed(seed)
@@ -123,7 +141,12 @@ def cvar_bound(
         first = torch.randint(count, (math.ceil(count / len(steps)), 1), generator=generator)
         picked = ((first + steps) % count).flatten()[:count]
         resampled.append(cvar_from_samples(rows[picked].flatten(), alpha))
-    return float(torch.stack(resampled).quantile(1 - level))
+    tails = torch.stack(resampled)
+    estimate = float(cvar_from_samples(rows.flatten(), alpha))
+    if kind == "percentile" or estimate >= 0:  # a tail that gains has no logarithm
+        return float(tails.quantile(1 - level))
+    mildest = min(float(tails.quantile(level)), estimate / LARGEST_RATIO)
+    return estimate * estimate / mildest
 
 
 def _rows(outcomes: Tensor) -> Tensor:

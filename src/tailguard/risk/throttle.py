@@ -69,7 +69,7 @@ class Throttle:
         return self.threshold + max(0.0, -outcome - self.threshold) / self.alpha
 
     def observe(self, outcome: float) -> None:
-        """Take in the return of a window that was traded at `factor`."""
+        """Record the return of a window that was traded at `factor`."""
         self.standing = min(1.0 + CREDIT, self.standing - self.step * (self.cost(outcome) - self.aim))
 
     def bound(self, windows: int, largest_loss: float) -> float:

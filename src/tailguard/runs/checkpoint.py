@@ -24,7 +24,7 @@ from tailguard._version import __version__
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import PARTS, capture, describe, restore
 from tailguard.data.prepare import PreparedBars
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import CheckpointError
 from tailguard.experiment.layout import (
@@ -152,7 +152,7 @@ class CheckpointStore:
         return max(scores, key=lambda step: (scores[step], -step), default=None)
 
     def evaluation(self, step: int) -> ValidationResult | None:
-        """What the checkpoint was worth on the validation part; None if it was not evaluated or cannot be read."""
+        """Validation result of the checkpoint; None if it was not evaluated or cannot be read."""
         try:
             saved = read_about(self._existing(step), PARTS).get("evaluation")
         except CheckpointError:
@@ -161,7 +161,7 @@ class CheckpointStore:
         return None if growth is None or score is None else ValidationResult(growth, cvar, score)
 
     def best_before(self, step: int) -> BestScore:
-        """The best score so far, as a run that goes on from this checkpoint needs it."""
+        """The best score so far, for a run that resumes from this checkpoint."""
         best = self.best()
         result = None if best is None else self.evaluation(best)
         since = read_about(self._existing(step), PARTS).get("since_best")
@@ -226,8 +226,12 @@ def prepared_hashes(prepared: PreparedBars) -> dict[str, str]:
     """SHA-256 of prepared bars and of their scaled features."""
     panel = prepared.panel
     columns = (panel.open, panel.high, panel.low, panel.close, panel.volume, panel.funding)
-    bars = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)
-    features = (prepared.names, prepared.scaler.definitions, prepared.features, prepared.usable)
+    bars: tuple[Any, ...] = (panel.symbols, panel.frequency_ms, panel.time, *columns, panel.segment, panel.tradeable)
+    features: tuple[Any, ...] = (prepared.names, prepared.scaler.definitions, prepared.features, prepared.usable)
+    if panel.assumed_funding is not None:
+        bars = (*bars, panel.assumed_funding)
+    if prepared.seen_close is not None:
+        features = (*features, prepared.seen_close)
     return {"bars": _digest(*bars), "features": _digest(*features)}
 
 

@@ -15,10 +15,11 @@ from tailguard.runs.validation import BestScore, Validation, ValidationResult
 class CheckpointCallback(Callback):
     """Saves every so many steps, every so many minutes, when a score is the best so far, and at the end.
 
-    The end comes with the goal, with a signal, or when `patience` evaluations in a row were no better; 0: never so.
+    Training ends at the step goal, on a signal, or after `patience` evaluations in a row without a better score; 0:
+    never.
 
-    Scores come by steps only. Those happen at the same steps in every repetition of a run, whereas minutes never
-    repeat, and a metric that came with them would make two equal runs look different.
+    Scores are computed at fixed steps only: these repeat in every repetition of a run, whereas minutes do not, and a
+    metric computed at them would make two equal runs look different.
 
     It must stand before the writers of metrics in the list of callbacks: the score belongs to the iteration's line, and
     the line must be written before the checkpoint.

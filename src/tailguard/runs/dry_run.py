@@ -44,7 +44,7 @@ def short_budget(budget: Budget | None) -> Budget | None:
     return replace(budget, horizon=WINDOW)
 
 
-def rehearse_report(run: TrainedRun, summary: EvaluationSummary) -> None:
+def dry_run_report(run: TrainedRun, summary: EvaluationSummary) -> None:
     """Make the report of a shortened run; nothing is written."""
     known: EvaluationSummary | None = summary
     validation, test = run.part("validation"), run.part("test")

@@ -1,7 +1,8 @@
-"""The agent of a run: one learner, or several that each leave out a fold, calibrated on what they have not seen."""
+"""The agent of a run: one learner, or several that each leave out a fold, calibrated on held-out bars."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,13 +16,16 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
+from tailguard.data.pace import DAY_MS
 from tailguard.data.windows import size_in_bars
-from tailguard.envs.folds import Fold, cut_folds
-from tailguard.envs.mapped_market import MappedBars
+from tailguard.envs.folds import EpisodeFold, cut_folds
+from tailguard.envs.prepared_market import MappedBars
+from tailguard.envs.randomised import RandomisedBars
 from tailguard.evaluate.formatting import describe_exposure
 from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
 from tailguard.experiment.build import build_learner, prepare_training, trading_env
-from tailguard.risk.exposure import calibrate_exposure
+from tailguard.risk.exposure import Exposure, calibrate_exposure, cvar_bound
+from tailguard.robust.feed import Feed
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.training import disk_error, save_result, train_learner
 from tailguard.runs.validation import Validation
@@ -35,15 +39,18 @@ class Member:
     """A learner, and the fold it does not train on."""
 
     agent: Learner
-    fold: Fold | None
+    fold: EpisodeFold | None
     """None where it trains on the whole training part."""
 
-    def held_out(self) -> HeldOutEpisodes:
-        """Overlapping episodes of the fold."""
+    def held_out(self, feed: int = 0) -> HeldOutEpisodes:
+        """Overlapping episodes of the fold, with the feed of this number; 0: the clean one."""
         env = trading_env(self.agent)
         assert self.fold is not None
         stride = stride_of(len(self.fold.inside), env.episode_length)
-        return HeldOutEpisodes(env.task, spaced_starts(self.fold.inside, stride), stride)
+        starts = spaced_starts(self.fold.inside, stride)
+        if isinstance(env.prepared, RandomisedBars):
+            starts = starts + feed * env.prepared.rows
+        return HeldOutEpisodes(env.task, starts, stride)
 
 
 class Members:
@@ -60,13 +67,15 @@ class Members:
         """The learners of a run with these training bars."""
         return cls(config, build_learner(config, prepare_training(config, bars), seed), seed)
 
-    def _cut(self) -> list[Fold]:
+    def _cut(self) -> list[EpisodeFold]:
         if self.count == 1:
             return []
         env, panel = trading_env(self.first), self.bars.panel
         frequency = timedelta(milliseconds=panel.frequency_ms)
-        embargo = size_in_bars("data.embargo", self.config.data.embargo, panel.rows, frequency, low=0)
-        return cut_folds(env, self.count, embargo * panel.frequency_ms)
+        embargo = size_in_bars("data.embargo", self.config.data.embargo, panel.rows, frequency, 0, panel.sessions)
+        # In time: where the market closes, from bar to bar a multiple of their length.
+        length = panel.frequency_ms if panel.sessions is None else math.ceil(panel.pace.bar_days * DAY_MS)
+        return cut_folds(env, self.count, embargo * length)
 
     def build(self, number: int) -> Member:
         """The learner with this number, counted from 0, before its training."""
@@ -74,7 +83,7 @@ class Members:
         if not self.folds:
             return Member(agent, None)
         env, fold = trading_env(agent), self.folds[number]
-        env.starts = fold.outside.to(env.device)
+        env.restrict_starts(fold.outside)
         return Member(agent, fold)
 
 
@@ -122,31 +131,77 @@ def train_members(
 def _result(
     members: Sequence[Member], validation: Validation | None, config: RunConfig, console: Console
 ) -> Learner | Ensemble:
-    """The learners as one agent, at an exposure that keeps the limit on what they have not seen."""
+    """The learners as one agent, at an exposure that keeps the limit on held-out bars."""
     agents, risk = [member.agent for member in members], config.risk
     if risk.limit is None or risk.confidence == 0:
         return agents[0] if len(agents) == 1 else Ensemble(agents)
-    parts: list[tuple[HeldOutEpisodes, Sequence[Learner]]] = [
-        (member.held_out(), [member.agent]) for member in members if member.fold is not None
-    ]
-    # No member has trained on the validation part, so that it shows the tail of their mean.
-    parts += [] if validation is None else [(part, agents) for part in validation.parts]
-    if not parts:
+    calibrated = _calibrated(_held_out(members, validation, agents), config)
+    if calibrated is None:
         say(console, "note     no bars are held out, so that the exposure stays as it was learned")
         return Ensemble(agents)
+    reason, number = describe_exposure(calibrated), 1
+    for draws in config.robust.feeds():
+        # The limit must hold under each fault, not on average over them; the first draw of each stands for all.
+        parts = _held_out(members, validation, agents, number, draws[0])
+        faulty = None if _keeps_limit(parts, calibrated.factor, config) else _calibrated(parts, config)
+        if faulty is not None and faulty.factor < calibrated.factor:
+            calibrated, reason = faulty, f"{describe_exposure(faulty)}, with the feed {draws[0]}"
+        number += len(draws)
+    say(console, f"exposure {reason}")
+    return Ensemble(agents, calibrated, throttled=risk.throttle and risk.measure == "episode")
 
-    def outcomes_at(exposure: float) -> Tensor:
-        return torch.cat([part.trade(Ensemble(traders, exposure), risk.measure).measured for part, traders in parts])
 
-    calibrated = calibrate_exposure(
-        outcomes_at,
+Parts = list[tuple[HeldOutEpisodes, Sequence[Learner]]]
+"""Held-out episodes and the learners that have not seen them."""
+
+
+def _held_out(
+    members: Sequence[Member],
+    validation: Validation | None,
+    agents: Sequence[Learner],
+    number: int = 0,
+    feed: Feed | None = None,
+) -> Parts:
+    """What no learner has seen, with the feed of this number; 0: the clean one."""
+    parts: Parts = [(member.held_out(number), [member.agent]) for member in members if member.fold is not None]
+    if validation is not None:
+        # No member has trained on the validation part, so that it shows the tail of their mean.
+        parts += [(part, agents) for part in (validation.parts if feed is None else validation.parts_under(feed))]
+    return parts
+
+
+def _calibrated(parts: Parts, config: RunConfig) -> Exposure | None:
+    """The exposure that keeps the limit on these episodes; None where there are none."""
+    if not parts:
+        return None
+    risk = config.risk
+    assert risk.limit is not None
+    return calibrate_exposure(
+        lambda exposure: _outcomes(parts, exposure, config),
         risk.limit,
         alpha=risk.alpha,
         level=risk.confidence,
-        overlap=max(part.overlap for part, _ in parts),
+        overlap=_overlap(parts),
+        kind=risk.bound,
     )
-    say(console, f"exposure {describe_exposure(calibrated)}")
-    return Ensemble(agents, calibrated, throttled=risk.throttle and risk.measure == "episode")
+
+
+def _keeps_limit(parts: Parts, exposure: float, config: RunConfig) -> bool:
+    """Whether this exposure keeps the limit on these episodes with the confidence that a calibration asks for."""
+    risk = config.risk
+    assert risk.limit is not None
+    outcomes = _outcomes(parts, exposure, config)
+    return cvar_bound(outcomes, risk.alpha, risk.confidence, block=2 * _overlap(parts)) >= risk.limit
+
+
+def _outcomes(parts: Parts, exposure: float, config: RunConfig) -> Tensor:
+    """Outcomes of the budget's measure of all episodes, a row for each."""
+    measure = config.risk.measure
+    return torch.cat([part.trade(Ensemble(traders, exposure), measure).measured for part, traders in parts])
+
+
+def _overlap(parts: Parts) -> int:
+    return max(part.overlap for part, _ in parts)
 
 
 def _opened(place: RunFolder, again: str) -> bool:

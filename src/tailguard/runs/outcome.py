@@ -1,4 +1,4 @@
-"""What a run left behind, in words: its table of results, the verdict, and the agent that was trained."""
+"""The result of a run in words: its table, the verdict, and the agent that was trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tailguard.evaluate.summary import EvaluationSummary
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run left behind."""
+    """Result of a run."""
 
     folder: Path
     agent: Learner | Ensemble
@@ -74,7 +74,7 @@ def budget_outcome_in_words(result: RunResult) -> str:
     """Whether the risk budget held on the test period, in words."""
     check = result.summary.budgets.get(AGENT)
     if check is not None:
-        return budget_in_words(check, result.results[AGENT].bars_per_year)
+        return budget_in_words(check, result.results[AGENT].pace)
     if not result.has_budget:
         return f"none was set; tailguard report {result.folder} --limit -0.04 judges by one."
     return "the test period is too short to judge it."
@@ -85,10 +85,9 @@ def describe_agent(agent: Learner) -> str:
     network = agent.config.network
     memory = "no memory" if network.memory == "none" else f"LSTM {network.lstm_size} ({network.memory})"
     critics = "twin critics" if network.twin_critics else "one critic"
-    spread = {"quantile": f"{network.quantiles} quantiles", "categorical": f"{network.atoms} atoms", "scalar": "scalar"}
     size = sum(parameter.numel() for parameter in agent.policy.parameters())
     return (
-        f"{memory} · {critics}, {spread[network.critic]} · {size:,} parameters · "
+        f"{memory} · {critics}, {network.critic_kind.describe(network)} · {size:,} parameters · "
         f"{agent.env.num_envs} accounts × {agent.config.n_steps} steps a rollout · {describe_risk(agent)}"
     )
 
@@ -100,7 +99,7 @@ def describe_risk(agent: Learner) -> str:
     risk = agent.risk.config
     episodes = f"{agent.risk.horizon}-bar episodes"
     if agent.spec is not None:
-        named = window_in_words(agent.risk.horizon, 365.25 * 86_400_000 / agent.spec.frequency_ms)
+        named = window_in_words(agent.risk.horizon, agent.spec.pace)
         episodes = episodes if named.startswith("windows") else named
     what = {"episode": episodes, "drawdown": f"drawdowns within {episodes}", "bar": "bars"}[risk.measure]
     sample = agent.risk.describe_sample()

@@ -25,7 +25,7 @@ from tailguard.evaluate.trials import count_trials, record_trial, trial_of
 from tailguard.experiment.build import Experiment, build
 from tailguard.experiment.layout import resume_command
 from tailguard.experiment.trained_run import TrainedRun
-from tailguard.runs.dry_run import rehearse_report, short_budget, shorten_run
+from tailguard.runs.dry_run import dry_run_report, short_budget, shorten_run
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Members, train_members
 from tailguard.runs.outcome import RunResult, describe_agent, print_outcome
@@ -33,7 +33,7 @@ from tailguard.runs.training import prepare_device
 from tailguard.runs.validation import Validation
 
 
-def _say_no(_: str) -> bool:
+def _answer_no(_: str) -> bool:
     return False
 
 
@@ -44,20 +44,20 @@ def train(
     *,
     replace: bool = False,
     resume: bool = False,
-    ask: Callable[[str], bool] = _say_no,
+    ask: Callable[[str], bool] = _answer_no,
     verbose: bool = False,
 ) -> RunResult:
-    """Train an agent as the config says, keep everything in `folder`, and show what it does on the test period.
+    """Train an agent by the config, store everything in `folder`, and show its results on the test period.
 
     `replace`: an earlier run in the folder is removed.
-    `resume`: a run in the folder goes on, exactly from its newest checkpoint.
-    `ask`: answers what only the user can decide: whether to go on with a run that is there, and from an older
+    `resume`: resume a run in the folder exactly from its newest checkpoint.
+    `ask`: answers what only the user can decide: whether to resume a run that is there, and from an older
     checkpoint where the newest is damaged. By default the answer is no, and the question becomes an error.
 
     `verbose`: print the table of all metrics every tenth iteration.
 
     The first SIGINT, SIGTERM or SIGHUP ends the training after the iteration, with a checkpoint; the process exits with
-    status 128 + the signal's number. Raises `RunError` when the disk does not take any more; the last checkpoint is
+    status 128 + the signal's number. Raises `RunError` if the disk is full or not writable; the last checkpoint is
     intact.
     """
     run = RunFolder(folder)
@@ -65,7 +65,7 @@ def train(
         is_resumed = _is_resumed(run, config, replace, resume, ask)
         experiment, members = build_members(config, run, console)
         trained = TrainedRun(folder, config, _untrained_agent(members), experiment.market, experiment.split)
-        _rehearse(trained, console)
+        _dry_run(trained, console)
         if not is_resumed:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
         agent = train_members(
@@ -94,8 +94,8 @@ def _evaluate(run: TrainedRun, budget: Budget | None, before_each: Callable[[str
     return RunResult(run.folder, run.agent, summary, run.config.risk.limit is not None)
 
 
-def _rehearse(run: TrainedRun, console: Console) -> None:
-    """Do on a few bars what is done after training: nothing may fail then that could be known now."""
+def _dry_run(run: TrainedRun, console: Console) -> None:
+    """Run the final evaluation on a few bars, so that its errors surface before training."""
     unknown = why_no_optimum(run)
     if unknown is not None:
         say(console, f"note     the planted optimum is unknown for these settings: {unknown}")
@@ -103,7 +103,7 @@ def _rehearse(run: TrainedRun, console: Console) -> None:
         short = shorten_run(run)
         result = _evaluate(short, short_budget(own_budget(run.config)), lambda _: None)
         print_outcome(result, Console(file=io.StringIO()))
-        rehearse_report(short, result.summary)
+        dry_run_report(short, result.summary)
     except (TailguardError, OSError):
         raise
     except Exception as error:
@@ -116,14 +116,14 @@ def _rehearse(run: TrainedRun, console: Console) -> None:
 def resume_run(
     folder: Path,
     console: Console,
-    ask: Callable[[str], bool] = _say_no,
+    ask: Callable[[str], bool] = _answer_no,
     verbose: bool = False,
     *,
     trust_plugins: bool = False,
 ) -> RunResult:
-    """Go on with the run in this folder, with its own settings.
+    """Resume the run in this folder with its own settings.
 
-    Settings that only say where and how long may have been edited since it began, if `ask` agrees to them.
+    Edits of data location, length, device and checkpoints since it began are accepted if `ask` agrees.
     `trust_plugins`: run the plugins that its settings name; else they are refused.
     """
     run = RunFolder(folder)
@@ -138,7 +138,7 @@ def resume_run(
 
 
 def _is_resumed(run: RunFolder, config: RunConfig, replace: bool, resume: bool, ask: Callable[[str], bool]) -> bool:
-    """Whether the run in the folder goes on; False if a new one may begin there, an error if neither may be."""
+    """Whether the run in the folder resumes; False if a new one may start there; an error if neither is possible."""
     if run.is_run() and not replace:
         run.check_same(config)
         if not resume and not ask(f"{run.path}: this run exists already. Go on with it?"):
@@ -170,7 +170,7 @@ def build_members(config: RunConfig, run: RunFolder, console: Console) -> tuple[
 
 
 def _record(run: TrainedRun, result: RunResult) -> str:
-    """Put the run into the record of trials; returns what the record says, in words."""
+    """Add the run to the record of trials; returns the record's summary in words."""
     trial, path = trial_of(run, result.results[AGENT].metrics["sharpe"]), run.layout.trials_path
     try:
         record_trial(path, trial)

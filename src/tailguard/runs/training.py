@@ -62,9 +62,9 @@ def train_learner(
         store.clean()
         if resume:
             _resume_from_checkpoint(agent, store, run, console, ask, again)
-        with _one_message():
+        with _report_once():
             _learn(agent, config, run, store, validation, console, again, verbose)
-        _say_tail(agent, console)
+        _print_tail(agent, console)
         _choose(agent, config, run, store, validation, console, again)
     except OSError as error:
         raise disk_error(error, run, store, again) from error
@@ -80,7 +80,7 @@ def save_result(agent: Learner | Ensemble, run: RunFolder, again: str) -> None:
 
 
 def disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, again: str) -> RunError:
-    """What a full or read-only disk means for a run: what is intact, and how to go on.
+    """What a full or read-only disk means for a run: what is intact, and how to resume.
 
     `store`: checkpoints of the agent that was being trained; None where all of them have been trained.
     """
@@ -94,15 +94,15 @@ def disk_error(error: OSError, run: RunFolder, store: CheckpointStore | None, ag
 
 
 @contextlib.contextmanager
-def _one_message() -> Iterator[None]:
+def _report_once() -> Iterator[None]:
     """Report a full disk only once: the thread that writes the curves would also print a traceback."""
     usual = threading.excepthook
 
-    def told_by_the_run(failure: threading.ExceptHookArgs) -> None:
+    def ignore_disk_error(failure: threading.ExceptHookArgs) -> None:
         if not issubclass(failure.exc_type, OSError):
             usual(failure)
 
-    threading.excepthook = told_by_the_run
+    threading.excepthook = ignore_disk_error
     try:
         yield
     finally:
@@ -186,7 +186,7 @@ def _learn(
         say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
 
 
-def _say_tail(agent: Learner, console: Console) -> None:
+def _print_tail(agent: Learner, console: Console) -> None:
     """Whether the limit was kept in training, by the last realised episodes."""
     if agent.risk is None or agent.risk.config.limit is None or not bool(agent.risk.constraint.ready):
         return
@@ -219,7 +219,7 @@ def _choose(
         try:
             store.restore(agent, best)
         except CheckpointError as error:
-            way = f"Remove {run.checkpoint_path(best)} to take the next best, and go on with: {again}"
+            way = f"Remove {run.checkpoint_path(best)} to take the next best, then resume: {again}"
             raise CheckpointError(f"{error}. It is the best one on validation. {way}") from error
     limit = None if agent.risk is None else agent.risk.config.limit
     words = "the last one is the best" if best == last else "best"

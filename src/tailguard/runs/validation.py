@@ -1,4 +1,4 @@
-"""Validation: which of the agents that a run went through is its result, by a quick and deterministic evaluation."""
+"""Validation: choose the run's result among its checkpoints by a quick, deterministic evaluation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tailguard.algorithm.learner import Learner
 from tailguard.errors import ConfigError
-from tailguard.evaluate.held_out import episodes_on
+from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
 from tailguard.risk.config import RiskMeasure
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import MOST_EXPOSURE
+from tailguard.robust.feed import Feed
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -92,13 +93,18 @@ class Validation:
     def __init__(self, agent: Learner, bars: Bars) -> None:
         if agent.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it has no validation bars")
+        self.spec, self.bars = agent.spec, bars
         self.parts = episodes_on(agent.spec, bars)
         self.length = agent.spec.episode_length
-        self.bars_per_year = 365.25 * 86_400_000 / agent.spec.frequency_ms
+        self.bars_per_year = agent.spec.pace.per_year
+
+    def parts_under(self, feed: Feed) -> list[HeldOutEpisodes]:
+        """The same episodes, seen through a feed with faults."""
+        return episodes_on(self.spec, self.bars, feed)
 
     @property
     def episodes(self) -> int:
-        """Episodes that an evaluation is made of."""
+        """Number of episodes in an evaluation."""
         return sum(map(len, self.parts))
 
     def evaluate(self, agent: Learner) -> ValidationResult | None:

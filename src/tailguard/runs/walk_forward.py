@@ -60,7 +60,7 @@ def run_walk_forward(
     prepare_device(config)
     folds = plan_folds(config, bars, plan)
     digest = bars_hash(bars)
-    _claim(folder, config, digest, plan, folds)
+    _write_or_check_plan(folder, config, digest, plan, folds)
     results: list[list[tuple[BacktestResult, ...]]] = []
     for number in range(plan.seeds):
         seed = config.training.seed + number
@@ -68,7 +68,7 @@ def run_walk_forward(
         for fold in folds:
             agent = _trained(config, fold, len(folds), seed, folder, console, ask)
             results[-1].append(trade_fold(agent, fold))
-    return _counted(combine_tests(config, bars, folds, results), config, digest, folder, plan, console)
+    return _count_trials(combine_tests(config, bars, folds, results), config, digest, folder, plan, console)
 
 
 def _trained(
@@ -94,7 +94,7 @@ def _trained(
     agent = train_members(
         Members.on(config, fold.train, seed), place, None, console, resume=resume, again="the same command", ask=ask
     )
-    _let_go(place)
+    _remove_checkpoints(place)
     return agent
 
 
@@ -103,18 +103,18 @@ def _finished(place: RunFolder) -> Learner | Ensemble:
         agent = load_agent(place.agent_path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. Remove {place.path} to train this fold again") from error
-    _let_go(place)
+    _remove_checkpoints(place)
     return agent
 
 
-def _let_go(place: RunFolder) -> None:
+def _remove_checkpoints(place: RunFolder) -> None:
     """Remove the checkpoints of a finished fold; its agent is kept."""
     place.latest_path.unlink(missing_ok=True)
     for path in (place.checkpoints_path, place.members_path):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _counted(
+def _count_trials(
     walked: WalkForwardResults, config: RunConfig, digest: str, folder: Path, plan: WalkForwardPlan, console: Console
 ) -> WalkForwardResults:
     """Write every seed into the record of trials and count them.
@@ -139,7 +139,9 @@ def _sizes(plan: WalkForwardPlan) -> dict[str, Any]:
     return {"folds": plan.folds, "train": plan.train, "expanding": plan.expanding}
 
 
-def _claim(folder: Path, config: RunConfig, digest: str, plan: WalkForwardPlan, folds: Sequence[Fold]) -> None:
+def _write_or_check_plan(
+    folder: Path, config: RunConfig, digest: str, plan: WalkForwardPlan, folds: Sequence[Fold]
+) -> None:
     """Write the plan, or check that an existing plan is the same."""
     wanted = {
         "settings": recorded_settings(config),

@@ -9,9 +9,9 @@ import pytest
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.report import charts
+from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.style import spaced, thin
-from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.training_record import AlarmRaised
 
 

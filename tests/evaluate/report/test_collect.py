@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tailguard as tg
-from tailguard.evaluate.report.collect import ReportData, collect, work_ahead
+from tailguard.evaluate.report.collect import ReportData, collect, planned_steps
 from tailguard.evaluate.stress import scaled_costs
 from tailguard.evaluate.summary import summarise
 
@@ -33,7 +33,7 @@ def test_every_result_is_an_ordinary_backtest_of_the_test_part(evidence: ReportD
 def test_progress_counts_every_backtest_and_the_seed_decides_everything(evidence: ReportData, trained) -> None:
     begun: list[str] = []
     again = collect(trained, before_each=begun.append)
-    assert len(begun) == work_ahead(trained)
+    assert len(begun) == planned_steps(trained)
     assert begun[0] == "agent"
     assert again.sharpes["agent"] == evidence.sharpes["agent"]
     assert again.beaten["random timing"] == evidence.beaten["random timing"]
@@ -41,7 +41,7 @@ def test_progress_counts_every_backtest_and_the_seed_decides_everything(evidence
     begun.clear()
     known = summarise(again.results)
     taken = collect(trained, known=known, before_each=begun.append)
-    assert len(begun) == work_ahead(trained, known)
+    assert len(begun) == planned_steps(trained, known)
     assert taken.sharpes["agent"] == evidence.sharpes["agent"]
 
 

@@ -28,8 +28,10 @@ from tailguard.evaluate.report.style import (
     thin,
     times,
 )
+from tailguard.evaluate.report.training_record import AlarmRaised
 from tailguard.evaluate.report.verdict import window_in_words
 from tailguard.evaluate.stress import Scenario
+from tailguard.monitor.writers import STEP
 
 Float = NDArray[np.float64]
 
@@ -40,6 +42,20 @@ TAIL = 0.05
 MARKED_TRADES = 300
 """Number of largest trades marked on the price; more would hide it."""
 DAY_MS = 86_400_000
+TRAINING_CURVES = {
+    "rollout/ep_pnl_mean": ("profit of an episode, %", 100.0),
+    "rollout/ep_rew_mean": ("reward of an episode", 1.0),
+    "eval/growth": ("validation: log-growth a year", 1.0),
+    "risk/cvar_realised": ("realised CVaR of episodes, %", 100.0),
+    "risk/lambda": ("Lagrange multiplier λ", 1.0),
+    "risk/calibration": ("distance between predicted and realised returns, 0 to 1", 1.0),
+    "train/explained_variance": ("explained variance", 1.0),
+    "train/approx_kl": ("approximate KL of an update", 1.0),
+    "train/entropy": ("entropy of the policy", 1.0),
+    "train/grad_norm": ("gradient norm", 1.0),
+    "data/turnover": ("turnover, % of equity a bar", 100.0),
+}
+"""Metrics shown, with their title and a factor for their unit."""
 
 
 def equity_chart(
@@ -119,7 +135,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: B
             line={"color": colour, "dash": dash, "width": 2.5},
             hoverinfo="skip",
         )
-    windows = window_in_words(horizon, own.bars_per_year)
+    windows = window_in_words(horizon, own.pace)
     chart.update_xaxes(title_text=f"{'maximum drawdown within' if falls else 'return over'} {windows}, %")
     chart.update_yaxes(title_text="share of windows, %")
     return chart
@@ -128,7 +144,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: B
 def rolling_chart(results: Mapping[str, BacktestResult]) -> go.Figure | None:
     """Volatility and CVaR of a bar over the last 30 days; none for a record that is not longer."""
     own = results["agent"]
-    window = round(ROLLING_DAYS * own.bars_per_year / metrics.DAYS_PER_YEAR)
+    window = round(ROLLING_DAYS / own.pace.bar_days)
     if window < 20 or len(own.net) <= window:
         return None
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07)
@@ -290,5 +306,33 @@ def coverage_chart(calibration: Calibration) -> go.Figure:
 
 def close_times(result: BacktestResult) -> NDArray[np.int64]:
     """When each point of the equity curve was known: the first open, then every close, milliseconds UTC, [T + 1]."""
-    length = round(metrics.DAYS_PER_YEAR * DAY_MS / result.bars_per_year)
+    length = round(result.pace.bar_days * DAY_MS)
+    if result.sessions is not None and len(result.time) > 1:
+        length = int(np.diff(result.time).min())  # from bar to bar of a session
     return np.concatenate([result.time[:1], result.time + length])
+
+
+def training_charts(iterations: Sequence[Mapping[str, float]], alarms: Sequence[AlarmRaised]) -> dict[str, go.Figure]:
+    """A chart by title for every recorded metric; an alarm is a dashed line at its first step."""
+    charts = {}
+    for name, (title, factor) in TRAINING_CURVES.items():
+        points = [(line[STEP], factor * line[name]) for line in iterations if name in line and STEP in line]
+        values = np.array([point for point in points if np.isfinite(point[1])])
+        if len(values) < 2:
+            continue
+        shown = thin(values[:, 1], 600)
+        chart = figure(220)
+        chart.add_scatter(
+            x=values[shown, 0],
+            y=values[shown, 1],
+            mode="lines+markers" if len(values) < 40 else "lines",
+            line={"color": BLUE, "width": 2},
+            marker={"size": 5},
+            hovertemplate="%{y:.4g}<extra></extra>",
+        )
+        for alarm in alarms:
+            chart.add_vline(x=alarm.step, line={"color": VERMILLION, "dash": "dash", "width": 1.5})
+        chart.update_layout(showlegend=False, margin={"l": 52, "r": 10, "t": 8, "b": 40})
+        chart.update_xaxes(title_text="environment steps", nticks=5)
+        charts[label(title)] = chart
+    return charts

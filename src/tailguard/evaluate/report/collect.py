@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from tailguard.algorithm.learner import Learner
 from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
+from tailguard.data.registry import FeatureError
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT, BASELINES
+from tailguard.evaluate.benchmark import Relative
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import Budget, BudgetCheck, own_budget
 from tailguard.evaluate.optimum import share_of_optimum
@@ -23,6 +25,7 @@ from tailguard.evaluate.prediction_calibration import Calibration, calibration
 from tailguard.evaluate.predictions import predictions
 from tailguard.evaluate.report.provenance import provenance, repeat_command
 from tailguard.evaluate.report.training_record import AlarmRaised, alarms_in, read_metrics
+from tailguard.evaluate.robustness import ONE_OF_EACH, Disturbed, DisturbedBacktests, feed_disturbances
 from tailguard.evaluate.significance import SharpeEvidence, sharpe_evidence
 from tailguard.evaluate.stress import NOISE_LEVELS, Scenario, scaled_costs, stress_table
 from tailguard.evaluate.summary import EvaluationSummary, evaluate_run
@@ -70,6 +73,12 @@ class ReportData:
     calibration: Calibration | None
     """The critics' predictions against realised returns; None where they cannot be compared."""
     stress: tuple[Scenario, ...]
+    feeds: tuple[Disturbed, ...]
+    """The agent with a clean feed, and then with a feed of every kind of fault."""
+    feed_notes: tuple[str, ...]
+    """Faults that could not be shown, and why."""
+    capital: float
+    """What the account begins with."""
     prices: Float
     """Closes of the traded bars, [T, A]."""
     trades: tuple[Trade, ...]
@@ -83,6 +92,8 @@ class ReportData:
     """The command that reproduces the run."""
     facts: Mapping[str, str]
     """Hashes and versions."""
+    relative: Relative | None = None
+    """The agent beside a benchmark of the user's choice."""
 
     @property
     def agent(self) -> BacktestResult:
@@ -99,11 +110,12 @@ class ReportData:
         return share_of_optimum(self.results)
 
 
-def work_ahead(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
+def planned_steps(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
     """Steps that `collect` will take, to show progress."""
     policies = 2 + len(BASELINES) + (run.synthetic is not None and run.synthetic.signal > 0)
     # Two backtests besides the stresses: on the validation part, and for the critics' predictions.
-    return (0 if known else 2 * policies) + 2 + len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS)
+    stresses = len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS) + len(ONE_OF_EACH)
+    return (0 if known else 2 * policies) + 2 + stresses
 
 
 def collect(
@@ -134,6 +146,7 @@ def collect(
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
+    feeds, feed_notes = _feeds(run, own, budget or own_budget(run.config), before_each)
     training = [read_metrics(folder.metrics_path) for folder in run.layout.training_folders()]
     tried = trials_of(run, own, trials)
     return ReportData(
@@ -158,6 +171,9 @@ def collect(
         validation=validation,
         calibration=foreseen,
         stress=tuple(stress),
+        feeds=tuple(feeds),
+        feed_notes=tuple(feed_notes),
+        capital=run.config.market.capital,
         prices=prices_of(own, panel),
         trades=tuple(round_trips(own, panel)),
         synthetic=run.synthetic is not None,
@@ -180,6 +196,22 @@ def _stress(run: TrainedRun, own: BacktestResult, before_each: Callable[[str], N
     table = stress_table(run.agent, run.split.test, cost_factors=factors, before_each=before_each)
     # Free trading comes first; every market can be scaled down to it.
     return [table[0], Scenario("costs ×1, as assumed", own), *table[1:]]
+
+
+def _feeds(
+    run: TrainedRun, own: BacktestResult, budget: Budget | None, before_each: Callable[[str], None]
+) -> tuple[list[Disturbed], list[str]]:
+    """The agent with each faulty feed, and why a fault is left out where it cannot be computed."""
+    backtests = DisturbedBacktests(run.agent, run.split.test, run.config.market, budget, clean=own)
+    found, notes = [backtests.clean], []
+    for case in feed_disturbances(ONE_OF_EACH):
+        before_each(case.name)
+        try:
+            found.append(backtests.under(case))
+        except (FeatureError, ConfigError) as error:
+            # A feature of one's own may divide by a volume of 0; a fee may exceed its range.
+            notes.append(f"{case.name}: {error}")
+    return found, notes
 
 
 def _can_be_scaled(market: MarketConfig, factor: float) -> bool:

@@ -11,9 +11,10 @@ from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, with_interval
 from tailguard.evaluate.report import charts, record_tables
+from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.feed_section import add_feed_section
 from tailguard.evaluate.report.page import Page, escape, prose
-from tailguard.evaluate.report.training_charts import training_charts
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
 
@@ -21,6 +22,7 @@ SECTIONS = {
     "equity": "Did it grow?",
     "risk": "How much can it lose?",
     "stress": "Would it survive?",
+    "feed": "Would it survive a bad feed?",
     "behaviour": "What does it do?",
     "training": "How was it trained?",
     "repeat": "How to reproduce it",
@@ -49,7 +51,7 @@ ENOUGH_WINDOWS = 26
 def report_page(data: ReportData) -> Page:
     """The whole report."""
     page = Page()
-    for section in (_opening, _growth, _risk, _stress, _behaviour, _training, _repeat):
+    for section in (_opening, _growth, _risk, _stress, _feed, _behaviour, _training, _repeat):
         section(page, data)
     return page
 
@@ -115,8 +117,10 @@ def _growth(page: Page, data: ReportData) -> None:
     for note in data.notes:
         page.paragraph(f"{note[0].upper()}{note[1:]}.", "soft")
     page.paragraph(trials_in_words(data), "soft")
+    if data.relative is not None:
+        page.paragraph(f"The agent {data.relative.describe()}.")
     _months(page, data)
-    _seen_and_unseen(page, data)
+    _validation(page, data)
 
 
 def _months(page: Page, data: ReportData) -> None:
@@ -146,7 +150,7 @@ def trials_in_words(data: ReportData) -> str:
     )
 
 
-def _seen_and_unseen(page: Page, data: ReportData) -> None:
+def _validation(page: Page, data: ReportData) -> None:
     rows = [
         (
             name,
@@ -172,12 +176,12 @@ def _risk(page: Page, data: ReportData) -> None:
     page.heading("risk", SECTIONS["risk"])
     own = data.agent
     if data.budget is not None:
-        page.paragraph(budget_in_words(data.budget, own.bars_per_year))
+        page.paragraph(budget_in_words(data.budget, own.pace))
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
     falls = data.budget is not None and data.budget.outcome == "drawdown"
     horizon = shown_horizon(data)
-    windows = window_in_words(horizon, own.bars_per_year)
+    windows = window_in_words(horizon, own.pace)
     page.chart(
         charts.returns_chart(data.results, horizon, data.budget),
         f"{'Maximum drawdowns within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the threshold "
@@ -192,7 +196,7 @@ def _risk(page: Page, data: ReportData) -> None:
             f"{kind.upper().replace('CVAR', 'CVaR').replace('VAR', 'VaR')}, {span}",
             *(percent(own.metrics[f"{kind}_{100 * level:g}_{span}"]) for level in metrics.TAIL_LEVELS),
         )
-        for span in metrics.horizons(own.bars_per_year)
+        for span in metrics.horizons(own.pace)
         for kind in ("var", "cvar")
         if f"{kind}_1_{span}" in own.metrics
     ]
@@ -202,10 +206,10 @@ def _risk(page: Page, data: ReportData) -> None:
         page.add("<h3>Worst drawdowns</h3>")
         page.table(record_tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest drawdowns, UTC.")
         page.download("drawdowns.csv", record_tables.drawdowns_csv(own), "Download all drawdowns as CSV")
-    _foreseen(page, data)
+    _calibration(page, data)
 
 
-def _foreseen(page: Page, data: ReportData) -> None:
+def _calibration(page: Page, data: ReportData) -> None:
     calibration = data.calibration
     if calibration is None:
         return
@@ -232,7 +236,7 @@ def shown_horizon(data: ReportData) -> int:
     """Bars of the budget's windows, or of a week, a day or a bar, the longest of which the record has enough."""
     if data.budget is not None:
         return data.budget.horizon
-    spans = metrics.horizons(data.agent.bars_per_year).values()
+    spans = metrics.horizons(data.agent.pace).values()
     return max(bars for bars in spans if bars == 1 or len(data.agent.net) >= ENOUGH_WINDOWS * bars)
 
 
@@ -260,6 +264,11 @@ def _stress(page: Page, data: ReportData) -> None:
         own=data.stress[1].name,
         caption="Noise is in standard deviations of each feature, one draw.",
     )
+
+
+def _feed(page: Page, data: ReportData) -> None:
+    page.heading("feed", SECTIONS["feed"])
+    add_feed_section(page, data.feeds, data.capital, data.feed_notes)
 
 
 def _behaviour(page: Page, data: ReportData) -> None:
@@ -305,6 +314,15 @@ def _behaviour(page: Page, data: ReportData) -> None:
         ],
     )
     page.add("</div>")
+    if len(result.symbols) > 1:
+        page.table(
+            ("exposure by asset", "mean weight", "mean absolute weight", "time held", "net P&L"),
+            [
+                (symbol, percent(net), percent(gross, sign=False), percent(held, sign=False), percent(earned))
+                for symbol, net, gross, held, earned in record_tables.exposures_of(result, data.trades)
+            ],
+            caption="Weights are shares of equity at the closes, P&L is a share of the starting capital.",
+        )
     _trades(page, data)
 
 
@@ -315,7 +333,7 @@ def _trades(page: Page, data: ReportData) -> None:
     if not trades:
         page.paragraph("The agent never held a position.")
         return
-    bar = timedelta(days=metrics.DAYS_PER_YEAR / own.bars_per_year)
+    bar = timedelta(days=own.pace.bar_days)
     gains = sum(trade.pnl > 0 for trade in trades)
     held = float(np.median([trade.bars for trade in trades]))
     page.paragraph(

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tailguard.errors import ConfigError
-from tailguard.monitor.health import EVERY_RULE
+from tailguard.monitor.health import advice_on
 from tailguard.monitor.writers import STEP
-
-ADVICE = {rule.name: rule.usually for rule in EVERY_RULE}
 
 
 @dataclass(frozen=True)
@@ -51,5 +49,5 @@ def alarms_in(*trained: tuple[Mapping[str, float], ...]) -> tuple[AlarmRaised, .
         if steps:
             short = name.removeprefix("warn/")
             total = sum(int(each[-1][0]) for each in counts if each)
-            raised.append(AlarmRaised(short, int(min(steps)), total, ADVICE.get(short, "")))
+            raised.append(AlarmRaised(short, int(min(steps)), total, advice_on(short)))
     return tuple(sorted(raised, key=lambda alarm: alarm.step))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tailguard.data.pace import Pace
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, whole_units, years_in_words
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def verdict(data: ReportData) -> Verdict:
     if judgement not in (Judgement.RUIN, Judgement.IDLE):
         sentences += [_luck(data, judgement), *_against_holding(data)]
     if data.budget is not None:
-        sentences.append(budget_in_words(data.budget, data.agent.bars_per_year))
+        sentences.append(budget_in_words(data.budget, data.agent.pace))
     sentences += [*_fragile(data), *_known_optimum(data)]
     if judgement in (Judgement.LOSS, Judgement.RUIN):
         sentences.append("Do not trade it.")
@@ -126,17 +127,17 @@ def ratio_against(difference: Interval, other: str) -> str:
     """
     ahead = difference.estimate > 0
     # Resamples that count against being behind are those that do not count against being ahead.
-    chance = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
+    p = difference.p_value if ahead else 1 + 1 / (difference.resamples + 1) - difference.p_value
     side = "above" if ahead else "below"
     words = f"Its Sharpe ratio is {number(abs(difference.estimate))} {side} that of {other}"
-    if chance <= 1 - CONFIDENCE:
-        return f"{words} ({p_value(chance)})"
-    return f"{words}, which is within noise ({p_value(chance)})"
+    if p <= 1 - CONFIDENCE:
+        return f"{words} ({p_value(p)})"
+    return f"{words}, which is within noise ({p_value(p)})"
 
 
-def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
+def budget_in_words(budget: BudgetCheck, pace: Pace | float) -> str:
     """The budget, the realised CVaR and the tail windows it rests on, and the verdict with its probability."""
-    what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
+    what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, pace)}"
     did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
     cvar = budget.cvar
     known = (
@@ -152,14 +153,14 @@ def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
 def _budget_verdict(budget: BudgetCheck) -> str:
     decided, known = budget.verdict != "undecided", not math.isnan(budget.probability)
     if decided:
-        holds = f" (probability that the limit holds: {chance(budget.probability)})" if known else ""
+        holds = f" (probability that the limit holds: {bounded_probability(budget.probability)})" if known else ""
         return f"the risk budget was {budget.verdict}{holds}"
     if not known:
         return "the record cannot decide whether the risk budget holds"
     words = "the record cannot decide"
     if budget.probability <= LIKELY or budget.probability >= 1 - LIKELY:
         words = f"the risk budget was probably {'kept' if budget.probability > 0.5 else 'broken'}"
-    return f"{words}; the limit holds with a probability of {chance(budget.probability)}"
+    return f"{words}; the limit holds with a probability of {bounded_probability(budget.probability)}"
 
 
 def _count(windows: float) -> str:
@@ -178,9 +179,9 @@ def overfitting_in_words(overfitting: Overfitting, what: str) -> str:
     )
 
 
-def window_in_words(bars: int, bars_per_year: float) -> str:
+def window_in_words(bars: int, pace: Pace | float) -> str:
     """A number of bars as a span of time."""
-    count, unit = whole_units(bars, bars_per_year)
+    count, unit = whole_units(bars, pace)
     return unit if count == 1 and unit != "bars" else f"windows of {count} {unit}"
 
 
@@ -188,6 +189,7 @@ def _fragile(data: ReportData) -> list[str]:
     if not data.agent.equity[-1] > 1:
         return []
     lost = [scenario.name for scenario in data.stress if not scenario.result.equity[-1] > 1]
+    lost += [f"the feed {case.name}" for case in data.feeds[1:] if not case.result.equity[-1] > 1]
     return [f"It does not survive {_list(lost)}."] if lost else []
 
 
@@ -219,7 +221,7 @@ def probability(value: float) -> str:
     return "more than 99.9 %" if value > 0.999 else f"{100 * value:.3g} %"
 
 
-def chance(value: float) -> str:
+def bounded_probability(value: float) -> str:
     """A probability in percent; not nearer to 0 or 100 % than the draws behind a verdict on a budget tell."""
     if not 0.01 <= value <= 0.99:
         return "less than 1 %" if value < 0.5 else "more than 99 %"
