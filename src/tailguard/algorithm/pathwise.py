@@ -170,7 +170,7 @@ class PathwiseLearner(Learner):
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
 
     def _act(self, noise: Tensor) -> Rollout:
-        """One window, with the gradient of what it earns."""
+        """Simulate one window, with the gradient of what it earns."""
         return self._collect(noise, self._dropout_mask(), deterministic=not self.config.stochastic)
 
     def _robust_metrics(self) -> dict[str, Tensor]:

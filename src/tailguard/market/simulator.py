@@ -97,13 +97,11 @@ def step(
         limit = _fill_limit(bar.capacity, equity, rates)
         # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
         order = filled_order = torch.clamp(wanted, -limit, limit)
-        traded = order.abs()
     else:  # the same numbers and slopes, without the limit's part of the graph
         order = filled_order = wanted
-        traded = ordered
     if bar.lot is not None:
         order = _whole_lots(order, bar.lot, equity, rates)
-        traded = order.abs()
+    traded = ordered if order is wanted else order.abs()
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
     if cost_factor is not None:
