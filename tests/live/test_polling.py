@@ -14,7 +14,7 @@ import tailguard as tg
 from tailguard.data.bar_file import VALUES
 from tailguard.data.exchange import Exchange, Retry
 from tailguard.errors import BarsError
-from tailguard.live.bars import LiveBar
+from tailguard.live.bar_history import LiveBar
 from tailguard.live.journal import read_records
 from tailguard.live.polling import PollingSource, fetch_lead_in
 from tailguard.live.venue import SimulatedClock

@@ -14,7 +14,7 @@ import pytest
 import tailguard as tg
 from tailguard.data.bars import Bars, with_segments
 from tailguard.data.calendars import around_the_clock
-from tailguard.live.bars import ReplaySource
+from tailguard.live.bar_history import ReplaySource
 from tailguard.live.decide import WarmUpError
 from tailguard.live.journal import read_records
 from tailguard.live.venue import SimulatedClock
