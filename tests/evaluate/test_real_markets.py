@@ -47,6 +47,7 @@ def test_buy_and_hold_is_what_the_prices_say(
     yearly = bars.pace.per_year if bars_per_year is None else bars_per_year
     expected = growth_and_sharpe(held(frame), yearly)
 
+    assert result.bars_per_year == bars.panel().bars_per_year == yearly
     assert result.equity[-1] == pytest.approx(frame["Close"].iloc[-1] / frame["Open"].iloc[1], rel=1e-9)
     assert result.metrics["growth_per_year"] == pytest.approx(expected[0], abs=1e-9)
     assert result.metrics["sharpe"] == pytest.approx(expected[1], abs=1e-9)
