@@ -36,7 +36,7 @@ from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes
 from tailguard.evaluate.robustness import EVERY_FAULT
 from tailguard.experiment.build import split_market
-from tailguard.experiment.feed import market_config, market_panel, seen_bars
+from tailguard.experiment.faulty_feed import market_config, market_panel, seen_bars
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.throttle import Throttle
 from tailguard.robust.feed import parse_feed

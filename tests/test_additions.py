@@ -212,6 +212,19 @@ def test_the_duty_of_a_purchase_is_its_rate_and_that_of_a_sale_nothing(bars: tg.
     assert float(turnover[~bought].max()) > 0.1
 
 
+# --- an alarm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("home")
+def test_an_own_alarm_is_raised_once_after_its_patience_and_knows_the_past(bars: tg.Bars) -> None:
+    agent = tg.DistributionalPPO(make_env(bars), epochs=1, **SMALL)
+    counts = [agent.iterate()["warn/trades_much"] for _ in range(3)]
+    assert counts == [0.0, 1.0, 2.0]
+    (alarm,) = [alarm for alarm in agent.alarms if alarm.name == "trades_much"]
+    assert alarm.what.endswith("after 1 iterations.")
+    assert str(alarm).endswith("Usually: an untrained agent.")  # the documentation knows nothing of it
+
+
 # --- a critic --------------------------------------------------------------------------------------------------------
 
 
@@ -416,6 +429,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
         PPOConfig(loss_terms={"acton_size": 0.1})
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms\.action_size: -1 is out of range"):
         PPOConfig(loss_terms={"action_size": -1.0})
+    with pytest.raises(ConfigError, match=r"ppo\.loss_terms: \['action_size'\] is not a table"):
+        PPOConfig(loss_terms=["action_size"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"ppo\.loss_terms: action_size would have no effect, because the learner is"):
         load_config(overrides=["learner=pathwise", "ppo.loss_terms.action_size=0.1"])
     assert load_config(overrides=["learner=ppo", "ppo.loss_terms.action_size=0.1"]).ppo.loss_terms == {
@@ -437,6 +452,8 @@ def test_a_term_is_refused_where_it_does_not_apply() -> None:
 def test_wrong_registrations_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="critic 'quantile' is registered already"):
         register_critic("quantile")(QuantileCritic)
+    with pytest.raises(ConfigError, match="critic 'mine': QuantileCritic is registered as 'quantile' already; derive"):
+        register_critic("mine")(QuantileCritic)
     with pytest.raises(ConfigError, match="critic 'Mine': use lower case"):
         register_critic("Mine")
     with pytest.raises(ConfigError, match="critic 'mine': ScalarCritic predicts no distribution"):

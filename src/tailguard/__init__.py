@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tailguard.algorithm.ppo import DistributionalPPO as DistributionalPPO
     from tailguard.data.bars import Bars as Bars
     from tailguard.data.features import compute_features as compute_features
+    from tailguard.data.published import with_published as with_published
     from tailguard.data.registry import feature as feature
     from tailguard.data.sources import load_bars as load_bars
     from tailguard.data.splits import split_bars as split_bars
@@ -53,6 +54,7 @@ _PUBLIC = {
     "feature": "tailguard.data.registry",
     "split_bars": "tailguard.data.splits",
     "walk_forward": "tailguard.data.splits",
+    "with_published": "tailguard.data.published",
     "load_agent": "tailguard.algorithm.ensemble",
     "load_bars": "tailguard.data.sources",
     "make_market": "tailguard.data.synthetic",

@@ -12,7 +12,7 @@ import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,6 +25,7 @@ from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market.config import MarketConfig
+from tailguard.market.presets import PRESETS, preset_settings
 from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
 from tailguard.robust.config import RobustConfig
@@ -35,6 +36,8 @@ Select = Literal["auto", "best", "last", "ensemble"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
+TABLES = ("market.per_symbol", "data.delistings")
+"""Settings that are tables by names of the user's choice."""
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
 
@@ -47,10 +50,24 @@ class DataConfig:
     """File or folder of bars; null: a synthetic market, to try Tailguard without data."""
     symbols: tuple[str, ...] = ()
     """Symbols to use; empty: all of them."""
+    calendar: str = "auto"
+    """When the market trades: 24/7, auto (inferred from the bars), fx, a name of exchange_calendars like XNYS, or a
+    .csv or .parquet file of sessions. Annualisation, durations and missing bars follow it."""
+    universe: Literal["common", "ragged"] = "common"
+    """Several symbols in one account: common trades the times that all have; in ragged ones members are listed, halted
+    and delisted, and weights of absent ones are 0."""
+    delistings: dict[str, float] = field(default_factory=dict, hash=False)
+    """Price of a symbol after its last bar in a ragged universe, as {ENRON: 0.26}; else its last close."""
     gaps: Literal["error", "split"] = "error"
     """Missing bars: an error, or a split into segments, so that no episode crosses a gap."""
     volume_unit: Literal["base", "quote"] = "base"
     """What the volume column counts: coins (base) or money (quote)."""
+    adjust: Literal["none", "splits", "dividends", "all"] = "none"
+    """Adjust prices for splits, dividends or both, from columns of the bars or from events; none: as they are."""
+    events: str | None = None
+    """File of dividends and splits: the columns date, dividend, split and symbol; null: columns of the bars."""
+    published: str | None = None
+    """File of further values for features, with their publication times in a column `published`; null: none."""
     validation: float | str = 0.15
     """Size of the validation part: a fraction, or a duration like 180d."""
     test: float | str = 0.15
@@ -66,6 +83,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_choice("data.gaps", self.gaps, ("error", "split"))
+        check_choice("data.universe", self.universe, ("common", "ragged"))
+        check_choice("data.adjust", self.adjust, ("none", "splits", "dividends", "all"))
         check_choice("data.volume_unit", self.volume_unit, ("base", "quote"))
         check_count("data.synthetic_bars", self.synthetic_bars, low=1_000)
         check_range("data.synthetic_signal", self.synthetic_signal, low=0, high=50)
@@ -83,6 +102,9 @@ class EnvConfig:
     """All symbols in one account, or a separate account for each symbol."""
     reward: Reward = "log"
     """log of net equity growth, simple growth, or pnl as a share of the episode's first equity."""
+    flat_by_close: bool = False
+    """Sell everything at the open of each session's last bar, so that no position is carried over a night or weekend;
+    for bars shorter than a day."""
     shield_shock: float = 0.0
     """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
@@ -231,18 +253,21 @@ def load_config(
     """
     settings: dict[str, Any] = to_dict(base or RunConfig())
     source = "settings" if path is None else str(path)
-    if path is not None:
-        _merge(settings, _read_yaml(path), source)
-    steps = [(source, copy.deepcopy(settings))]
+    layers = [(source, {} if path is None else _read_yaml(path))]
     for override in overrides:
-        source = f"--set {_short(override, quoted=False)}"
         key, separator, value = override.partition("=")
+        named = f"--set {_short(override, quoted=False)}"
         if not separator or not key.strip():
-            raise ConfigError(f"{source}: write it as section.key=value, for example ppo.gamma=0.995")
-        nested: Any = _parse_yaml(value, f"{source}: the value")
+            raise ConfigError(f"{named}: write it as section.key=value, for example ppo.gamma=0.995")
+        nested: Any = _parse_yaml(value, f"{named}: the value")
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        _merge(settings, nested, source)
+        layers.append((named, nested))
+    # Below everything that is given, so that explicit settings win wherever they stand.
+    settings["market"] |= _preset_below(given for _, given in layers)
+    steps = []
+    for source, given in layers:
+        _merge(settings, given, source)
         steps.append((source, copy.deepcopy(settings)))
     plugins = settings["plugins"]
     named_by = next(source for source, so_far in steps if so_far["plugins"] == plugins)
@@ -260,6 +285,18 @@ def load_config(
             else:
                 break
         raise failure from None
+
+
+def _preset_below(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of the market preset that the last of the layers names."""
+    found: dict[str, Any] = {}
+    for given in layers:
+        market = given.get("market")
+        name = market.get("preset") if isinstance(market, Mapping) else None
+        if isinstance(name, str) and name in PRESETS:
+            defaults = dataclasses.asdict(MarketConfig())
+            found = {key: defaults[key] for usual in PRESETS.values() for key in usual} | preset_settings(name)
+    return found
 
 
 def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -414,9 +451,21 @@ def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, pref
         if isinstance(settings[name], dict):
             if not isinstance(value, dict):
                 raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {_short(value)}")
+            if key in TABLES:
+                settings[name] = _joined(settings[name], value)
+                continue
             _merge(settings[name], value, source, f"{key}.")
         else:
             settings[name] = _as_count(value) if type(settings[name]) is int else value
+
+
+def _joined(table: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Two tables of tables as one; what is given wins."""
+    joined = dict(table)
+    for name, value in given.items():
+        both = isinstance(value, dict) and isinstance(joined.get(name), dict)
+        joined[name] = {**joined[name], **value} if both else value
+    return joined
 
 
 def _as_count(value: Any) -> Any:

@@ -7,6 +7,7 @@ import polars as pl
 import pytest
 
 from tailguard.data.bars import Bars, with_segments
+from tailguard.data.calendars import around_the_clock
 from tailguard.errors import BarsError
 
 HOUR = timedelta(hours=1)
@@ -25,7 +26,7 @@ def bars_of(hours: dict[str, list[int]], **columns: float) -> Bars:
         *(pl.col("close").alias(name) for name in ("open", "high", "low", "volume")),
         **{name: pl.lit(value) for name, value in columns.items()},
     )
-    return Bars(with_segments(frame, HOUR), HOUR, "bars.parquet")
+    return Bars(with_segments(frame, around_the_clock(HOUR)), HOUR, "bars.parquet")
 
 
 def test_segments_begin_after_every_gap_and_with_every_symbol() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailguard.data.calendars import around_the_clock
 from tailguard.data.check_bars import validate
 from tailguard.data.checks import check_duplicates, check_gaps, check_order, check_ranges, most_common_step
 from tailguard.data.findings import error_message
@@ -142,7 +143,7 @@ def test_what_depends_on_the_times_is_not_judged_until_they_are_right(good_bars,
 def test_split_gaps_are_counted_and_no_fault(good_bars) -> None:
     bars = good_bars(100)
 
-    check = check_gaps(pl.concat([bars[:30], bars[35:60], bars[61:]]), HOUR, "split")
+    check = check_gaps(pl.concat([bars[:30], bars[35:60], bars[61:]]), around_the_clock(HOUR), "split")
 
     assert (check.level, check.count) == ("ok", 2)
 

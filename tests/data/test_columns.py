@@ -108,7 +108,7 @@ def test_a_missing_column_names_file_columns_and_what_would_do() -> None:
         recognise(["date", "open", "high", "low", "last", "volume"], "btc.csv")
 
     assert str(caught.value) == (
-        "btc.csv: no column for close (accepted: close, c, close_price). "
+        "btc.csv: no column for close (accepted: close, c, close_price, close/last). "
         "Columns found: date, open, high, low, last, volume"
     )
 

@@ -23,10 +23,13 @@ from tailguard.data.features import (
     longest_warmup,
 )
 from tailguard.data.scaling import Scaler
+from tailguard.data.session_columns import SESSION_COLUMNS
 from tailguard.errors import ConfigError
 
 START = datetime(2021, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
+AROUND_THE_CLOCK = [name for name, entry in FEATURES.items() if not set(entry.needs) & set(SESSION_COLUMNS)]
+"""Features of every market; tests/data/test_session_columns.py has those of markets that close."""
 EXPONENTIAL = {"atr_14", "rsi_14", "macd", "macd_histogram"}
 
 
@@ -175,7 +178,7 @@ def test_nothing_crosses_a_gap_or_a_symbol() -> None:
     assert table.valid.sum() > 500
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
+@pytest.mark.parametrize("name", AROUND_THE_CLOCK)
 def test_warmup_is_exactly_as_long_as_the_value_is_missing(name: str) -> None:
     entry, frame = FEATURES[name], one_symbol(900).frame
     raw = frame.select(entry.expression().cast(pl.Float64).alias("raw"))["raw"]
@@ -187,7 +190,7 @@ def test_warmup_is_exactly_as_long_as_the_value_is_missing(name: str) -> None:
         assert raw[entry.warmup :].null_count() == 0
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
+@pytest.mark.parametrize("name", AROUND_THE_CLOCK)
 def test_history_before_the_warmup_does_not_matter(name: str) -> None:
     """Exponential averages remember a millionth of what came before: 1e-4 in their own units; the others nothing."""
     entry, bars = FEATURES[name], one_symbol(1_600)
@@ -237,7 +240,7 @@ def test_no_registered_feature_sees_the_future() -> None:
     register_own()
     assert "own_drawdown" in FEATURES
     for bars in (one_symbol(1_200), two_symbols()):
-        assert set(available_features(bars)) == set(FEATURES)
+        assert set(available_features(bars)) == {*AROUND_THE_CLOCK, "own_drawdown"}
         assert leaking_features(bars, probes=12, seed=1) == []
 
 
@@ -311,9 +314,9 @@ def test_leaks_cannot_be_looked_for_inside_a_warmup() -> None:
 def test_features_without_their_columns_are_left_out_unless_asked_for() -> None:
     bars = one_symbol(800)
     lean = Bars(bars.frame.drop("taker_buy_base", "trades", "funding_rate"), HOUR, "lean.csv")
-    missing = set(FEATURES) - set(available_features(lean))
+    missing = set(AROUND_THE_CLOCK) - set(available_features(lean))
     assert missing == {"taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24", "trades_168", "funding"}
-    assert set(compute_features(lean).names) == set(FEATURES) - missing
+    assert set(compute_features(lean).names) == set(AROUND_THE_CLOCK) - missing
     with pytest.raises(
         ConfigError, match=r"feature 'funding' needs the column 'funding_rate', which lean.csv does not have"
     ):
@@ -397,7 +400,7 @@ def test_definitions_do_not_depend_on_the_bars_or_on_the_company() -> None:
     expected = dict(zip(table.names, table.definitions, strict=True))
     alone = compute_features(one_symbol(40), ["bollinger_20"]).definitions[0]
     assert expected["bollinger_20:BTC"] == expected["bollinger_20:ETH"] == alone
-    assert len(set(table.definitions)) == len(FEATURES)
+    assert len(set(table.definitions)) == len(AROUND_THE_CLOCK)
 
 
 def test_a_scaler_refuses_a_feature_that_was_redefined() -> None:

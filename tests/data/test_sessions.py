@@ -1,4 +1,4 @@
-"""Markets that close are refused; markets with outages are not."""
+"""Markets that close are recognised; markets with outages are not taken for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from backtesting.test import EURUSD, GOOG
 
 from tailguard.config import RunConfig, load_config
+from tailguard.data.calendars import around_the_clock
 from tailguard.data.check_bars import validate
 from tailguard.data.disk.import_bars import import_bars
 from tailguard.data.sessions import check_sessions
@@ -35,13 +36,13 @@ def closed_share(frame: pd.DataFrame, step: timedelta) -> float:
 
 @pytest.mark.parametrize(("frame", "step", "days"), [(GOOG, DAY, "Sat, Sun"), (EURUSD, HOUR, "Sat")])
 @pytest.mark.parametrize("gaps", ["error", "split"])
-def test_shares_and_currencies_are_refused_with_the_reason(
+def test_shares_and_currencies_are_refused_as_markets_around_the_clock(
     frame: pd.DataFrame, step: timedelta, days: str, gaps: str, tmp_path: Path
 ) -> None:
     path = write(frame, tmp_path / "bars.csv")
 
     with pytest.raises(BarsError) as refused:
-        load_bars(path, gaps=gaps)
+        load_bars(path, calendar="24/7", gaps=gaps)
 
     message = str(refused.value)
     gap_count = int((np.diff(frame.index.to_numpy()) > np.timedelta64(step)).sum())
@@ -49,21 +50,21 @@ def test_shares_and_currencies_are_refused_with_the_reason(
     assert f"{100 * closed_share(frame, step):.0f} % of the calendar" in message
     assert days in message
     assert "closed before every gap" in message
-    assert "Session calendars are not supported yet" in message
+    assert "data.calendar=auto" in message
     # Splitting at gaps is no way out, so it is not offered.
     assert "--gaps" not in message
 
 
-def test_training_and_preparing_refuse_them_too(tmp_path: Path) -> None:
+def test_training_takes_them_and_preparing_says_that_it_does_not(tmp_path: Path) -> None:
     path = write(GOOG, tmp_path / "goog.csv")
-    config: RunConfig = load_config(overrides=[f"data.path={path}", "data.gaps=split"])
+    config: RunConfig = load_config(overrides=[f"data.path={path}"])
 
-    with pytest.raises(BarsError, match="Session calendars are not supported yet"):
-        load_market(config)
+    assert load_market(config).bars.pace.per_week == 5  # type: ignore[union-attr]
     for name in ("bars", "scratch"):
         (tmp_path / name).mkdir()
-    with pytest.raises(BarsError, match="Session calendars are not supported yet"):
-        import_bars(path, tmp_path / "bars", tmp_path / "scratch", gaps="split", rows=1_000)
+    for calendar in ("auto", "XNYS"):
+        with pytest.raises(BarsError, match=r"must trade around the clock.*tailguard train --data"):
+            import_bars(path, tmp_path / "bars", tmp_path / "scratch", calendar=calendar, rows=1_000)
 
 
 def at_times(good_bars, times: list[datetime], step: timedelta) -> pl.DataFrame:  # type: ignore[no-untyped-def]
@@ -101,8 +102,8 @@ def test_sessions_are_recognised_at_any_frequency(
 ) -> None:
     bars = at_times(good_bars, exchange_hours(days, step, opened, closed, weekdays), step)
 
-    assert check_sessions(bars, step).level == "error"
-    assert [check.name for check in validate(bars, "bars.csv", gaps="split").errors] == ["sessions"]
+    assert check_sessions(bars, around_the_clock(step)).level == "error"
+    assert [check.name for check in validate(bars, "bars.csv", calendar="24/7", gaps="split").errors] == ["sessions"]
 
 
 def test_summer_time_and_holidays_do_not_hide_sessions(good_bars) -> None:
@@ -110,7 +111,7 @@ def test_summer_time_and_holidays_do_not_hide_sessions(good_bars) -> None:
     shifted = [time - HOUR if 70 < (time - times[0]).days < 230 else time for time in times]
     kept = [time for time in shifted if (time - times[0]).days % 41]
 
-    assert check_sessions(at_times(good_bars, kept, HOUR), HOUR).level == "error"
+    assert check_sessions(at_times(good_bars, kept, HOUR), around_the_clock(HOUR)).level == "error"
 
 
 @pytest.mark.parametrize(
@@ -134,11 +135,11 @@ def test_outages_are_not_sessions(good_bars, step: timedelta, count: int, holes:
     missing = {row for start, length in holes for row in range(start, start + length)}
     kept = bars[[row for row in range(count) if row not in missing]]
 
-    assert check_sessions(kept, step).level == "ok"
+    assert check_sessions(kept, around_the_clock(step)).level == "ok"
 
 
 def test_bars_that_are_missing_at_random_are_not_sessions(good_bars) -> None:
     bars = good_bars(4_000)
     kept = bars.filter(pl.Series(np.random.default_rng(5).random(4_000) > 0.3))
 
-    assert check_sessions(kept, HOUR).level == "ok"
+    assert check_sessions(kept, around_the_clock(HOUR)).level == "ok"

@@ -325,8 +325,8 @@ def test_a_cell_that_is_no_number_is_named_with_what_stands_there(good_bars, tmp
         ("bars.csv", b"", "empty"),
         ("bars.csv", b"time,open,high,low,close,volume\n", "no bars"),
         ("bars.csv", b"1,2,3\n4,5,6\n", "no header, and 3 columns"),
-        ("bars.csv", b"date,open,high,low,close\n2021-01-01,1,1,1,1\n", "no column for volume"),
-        ("bars.csv", b"date,open,high,low,close,volume\n20210101,1,1,1,1,1\n", "no value of column 'date' is a time"),
+        ("bars.csv", b"date,open,close,volume\n2021-01-01,1,1,1\n", "no column for high"),
+        ("bars.csv", b"date,open,high,low,close,volume\n2021,1,1,1,1,1\n", "no value of column 'date' is a time"),
         ("bars.csv", b"date,open,high,low,close,volume\n2021-01-01,1,1,1,1,1\n", "one bar is too few"),
         ("bars.csv", b"date,open,high,low,close,volume\n2021-01-01,1,1,1,1,1,2,3\n", "cannot be read"),
         ("bars.csv", b"\xff\xfe\x00\x01", "cannot be read"),
@@ -363,7 +363,7 @@ def test_one_bar_can_be_loaded_when_its_frequency_is_said(good_bars, tmp_path: P
     assert (len(loaded), loaded.frequency) == (1, HOUR)
 
 
-def test_a_file_of_cryptodatadownload_needs_only_to_be_sorted(good_bars, tmp_path: Path) -> None:
+def test_a_file_of_cryptodatadownload_is_read_as_it_comes(good_bars, tmp_path: Path) -> None:
     """An address first, newest bars first, and volumes named after what they count."""
     bars = with_everything(good_bars(60))
     table = bars.select(
@@ -378,10 +378,7 @@ def test_a_file_of_cryptodatadownload_needs_only_to_be_sorted(good_bars, tmp_pat
     path = tmp_path / "Binance_BTCUSDT_1h.csv"
     path.write_bytes(b"https://www.CryptoDataDownload.com\n" + text(table[::-1]))
 
-    with pytest.raises(BarsError, match=r"Sort the file by time, oldest first"):
-        load_bars(path)
-
-    path.write_bytes(b"https://www.CryptoDataDownload.com\n" + text(table))
     loaded = load_bars(path).frame
+    assert loaded["time"].to_list() == bars["time"].to_list()
     assert loaded["volume"].to_list() == bars["volume"].to_list()
     assert loaded["quote_volume"].to_list() == bars["quote_volume"].to_list()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailguard.data.calendars import around_the_clock
 from tailguard.data.check_bars import validate
 from tailguard.data.checks import PRICES
 from tailguard.data.suspicions import check_empty, check_spikes, check_stale
@@ -61,7 +62,7 @@ def test_runs_are_those_that_counting_by_hand_finds(good_bars, volumes: list[flo
         start += length
     bars = flat_bars(good_bars, volumes)
 
-    for check, expected in ((check_stale(bars, HOUR), stale), (check_empty(bars), empty)):
+    for check, expected in ((check_stale(bars, around_the_clock(HOUR)), stale), (check_empty(bars), empty)):
         assert check.count == len(expected)
         found = [(offender.row, int(offender.text.split()[0])) for offender in check.offenders]
         assert found == expected[:3]
@@ -71,7 +72,7 @@ def test_a_moving_bar_that_repeats_is_stale_even_without_volume(good_bars) -> No
     bars = good_bars(30).with_columns(volume=pl.lit(0.0))
     frozen = pl.concat([bars[:10], *[bars[10:11]] * 4, bars[14:]]).with_columns(bars["row"], bars["time"])
 
-    check = check_stale(frozen, HOUR)
+    check = check_stale(frozen, around_the_clock(HOUR))
 
     assert [(offender.row, offender.text.split(",")[0]) for offender in check.offenders] == [(11, "4 identical bars")]
 
@@ -79,7 +80,7 @@ def test_a_moving_bar_that_repeats_is_stale_even_without_volume(good_bars) -> No
 def test_identical_bars_on_both_sides_of_a_gap_are_no_run(good_bars) -> None:
     bars = flat_bars(good_bars, [7.0] * 10)
 
-    assert check_stale(pl.concat([bars[:2], bars[4:6], bars[8:]]), HOUR).count == 0
+    assert check_stale(pl.concat([bars[:2], bars[4:6], bars[8:]]), around_the_clock(HOUR)).count == 0
 
 
 @pytest.mark.parametrize("kind", ["low", "high", "close", "close up"])
@@ -111,7 +112,7 @@ def test_a_spike_says_the_price_around_it(good_bars) -> None:
         *(pl.lit(5_300.0 + wiggle).alias(name) for name, wiggle in (("open", 0), ("high", 5), ("low", -5)))
     )
     close = pl.Series("close", 5_300 + np.tile([1.0, -1.0], 100))
-    spikes, _ = check_spikes(bars.with_columns(close).with_columns(at(77, low=1_800.0)), HOUR)
+    spikes, _ = check_spikes(bars.with_columns(close).with_columns(at(77, low=1_800.0)), around_the_clock(HOUR))
 
     assert str(spikes.offenders[0]) == "bars.parquet: row 78 (2021-01-04 05:00): low 1,800 against 5,295 around it"
 
@@ -131,7 +132,7 @@ def test_a_crash_that_stays_is_an_extreme_return_and_no_spike(good_bars) -> None
 def test_a_wick_in_a_crash_that_stays_is_no_spike(good_bars) -> None:
     fallen = fall(good_bars(300), 120, 0.92).with_columns(at(120, low=0.75 * pl.col("low")))
 
-    assert check_spikes(fallen, HOUR)[0].count == 0
+    assert check_spikes(fallen, around_the_clock(HOUR))[0].count == 0
 
 
 def test_a_return_over_a_gap_is_not_judged(good_bars) -> None:
@@ -151,7 +152,7 @@ def test_calm_and_wild_times_are_measured_by_their_own_scale(good_bars) -> None:
     close = 100 * np.exp(np.cumsum(moves))
     bars = good_bars(1_000).with_columns(pl.Series(name, close) for name in PRICES)
 
-    _, returns = check_spikes(bars, HOUR)
+    _, returns = check_spikes(bars, around_the_clock(HOUR))
 
     assert [offender.row for offender in returns.offenders] == [451]
 

@@ -63,3 +63,13 @@ def test_what_a_throttle_did_and_cost_is_noted(bars: tg.Bars) -> None:
     stopped = replace(result, throttle=np.where(factor < 1, 0.0, 1.0))
     (note,) = baseline_notes({"agent": stopped}, bars, MarketConfig())
     assert note.endswith("to ×0.00 of its exposure at the lowest")
+
+
+def test_bars_of_closes_only_are_said_to_fill_at_the_next_close(bars) -> None:
+    closes = bars.frame.select("symbol", "time", "close")
+    market = MarketConfig(impact=0, participation=float("inf"))
+    from tailguard.data.sources import load_bars
+
+    only = load_bars(closes)
+    assert any("orders fill at the next close" in note for note in baseline_notes(held(only, market), only, market))
+    assert not any("closes only" in note for note in baseline_notes(held(bars, market), bars, market))

@@ -133,7 +133,7 @@ def test_a_funding_spike_is_in_the_books(agents: list[Any], market: Bars) -> Non
 def test_volatility_scaling_reads_the_faulty_feed(agents: list[Any], market: Bars) -> None:
     """A price that is 30 % off for a bar looks like a crash, and the agent's positions shrink after it."""
     task, _, _ = task_for(agents[0].spec, market, None, torch.float64)
-    from tailguard.experiment.feed import task_under
+    from tailguard.experiment.faulty_feed import task_under
 
     wild, _ = task_under(parse_feed("bad_tick:0.3@0.02"), agents[0].spec, market, None, torch.float64)
     assert task.volatility_factors is not None
@@ -212,6 +212,14 @@ def test_a_stronger_attack_moves_positions_more_than_noise_of_its_size(agents: l
     moved = {case.name: backtests.under(case).position_change for case in cases}
     assert moved["pgd ε 0.2"] > 1.5 * moved["random ε 0.2"] > 0
     assert moved["pgd ε 0.2"] > moved["pgd ε 0.05"] > 0
+
+
+def test_an_attack_on_the_side_turns_more_positions(agents: list[Any], market: Bars) -> None:
+    short = replace(market, frame=market.frame.head(1_000))
+    backtests = DisturbedBacktests(agents[0], short, MarketConfig())
+    cases = [attack_disturbances(agents[0], ["pgd"], [0.5], steps=4, target=aim)[0] for aim in ("action", "reverse")]
+    size, side = (backtests.under(case) for case in cases)
+    assert side.flips > size.flips
 
 
 def test_feeds_are_named_once_and_all_is_every_kind() -> None:

@@ -160,6 +160,10 @@ def test_short_proceeds_do_not_pay_for_longs(
 # --- one table of costs ----------------------------------------------------------------------------------------------
 
 NO_COSTS = {
+    "preset",
+    "lot",
+    "tick",  # a lower bound of the spread
+    "per_symbol",
     "capital",
     "participation",
     "observed_funding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,12 +24,28 @@ def data_check(
     frequency: Annotated[
         str | None, typer.Option(help="Required bar length, like 1h. Default: the most common one.")
     ] = None,
+    calendar: Annotated[
+        str, typer.Option(help="When the market trades: 24/7, auto, fx, a name of exchange_calendars, or a file.")
+    ] = "auto",
     gaps: Annotated[
         Literal["error", "split"], typer.Option(help="Missing bars: an error, or the start of a new segment.")
     ] = "error",
     volume_unit: Annotated[
         Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
     ] = "base",
+    adjust: Annotated[
+        Literal["none", "splits", "dividends", "all"],
+        typer.Option(help="Adjust prices for splits, dividends or both before the checks."),
+    ] = "none",
+    events: Annotated[
+        Path | None, typer.Option(help="File of dividends and splits; default: columns of the bars.")
+    ] = None,
+    universe: Annotated[
+        Literal["common", "ragged"], typer.Option(help="Times that all symbols have, or members that come and go.")
+    ] = "common",
+    preset: Annotated[
+        str, typer.Option(help="Kind of market: crypto_perpetual, crypto_spot, equity, futures or fx.")
+    ] = "crypto_perpetual",
     plugins: Annotated[
         list[str] | None,
         typer.Option("--plugin", metavar="NAME", help="Module or Python file with features of your own; it runs code."),
@@ -43,8 +60,9 @@ def data_check(
     from tailguard.config import RunConfig
     from tailguard.data.check_report import print_report
     from tailguard.data.readiness import ready_report
-    from tailguard.data.sources import bars_of, check_source, read_source
+    from tailguard.data.sources import bars_of, check_source, read_source, with_adjusted
     from tailguard.envs.prepared_market import is_prepared_market, open_market
+    from tailguard.market.config import MarketConfig
     from tailguard.plugins import load_plugins
 
     load_plugins(plugins or [])
@@ -52,18 +70,22 @@ def data_check(
         open_market(files[0]).verify()
         typer.echo(f"{files[0]}: a prepared market; all files are intact")
         return
-    source = read_source(files if len(files) > 1 else files[0], symbol=symbol)
-    report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit)
+    market = MarketConfig.for_market(preset)  # type: ignore[arg-type]  # it refuses other names
+    source = with_adjusted(read_source(files if len(files) > 1 else files[0], symbol=symbol), adjust, events)
+    report = check_source(
+        source, frequency=frequency, calendar=calendar, gaps=gaps, volume_unit=volume_unit, universe=universe
+    )
     if not report.errors:
         run = RunConfig()
         report = ready_report(
             report,
-            bars_of(source, report, volume_unit),
+            bars_of(source, report, volume_unit, universe),
             validation=run.data.validation,
             test=run.data.test,
             embargo=run.data.embargo,
             episode_length=run.env.episode_length,
-            funding_rate=run.market.funding_rate,
+            funding_rate=market.funding_rate,
+            uses_volume=market.impact > 0 or math.isfinite(market.participation),
         )
     print_report(report, Console())
     raise typer.Exit(1 if report.errors else 0)

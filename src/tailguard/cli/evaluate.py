@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,6 +34,12 @@ Trials = Annotated[
     ),
 ]
 Symbol = Annotated[str | None, typer.Option(help="Trade only this symbol, for an agent with one symbol per account.")]
+
+
+Benchmark = Annotated[
+    Path | None, typer.Option(help="Bars of one symbol to compare the agent with: any frequency, closes are enough.")
+]
+RiskFree = Annotated[float, typer.Option(help="Risk-free rate a year for the comparison with the benchmark: 0.03.")]
 
 
 @app.command()
@@ -75,11 +82,17 @@ def backtest(
         typer.Option(help="Size of the attack in standard deviations of each feature: 0.05, or 0.02,0.05,0.1."),
     ] = None,
     norm: Annotated[Literal["linf", "l2"], typer.Option(help="What epsilon bounds: each feature, or all.")] = "linf",
+    target: Annotated[
+        Literal["action", "reverse", "kl", "critic"],
+        typer.Option(help="What the attack spoils: the size of a position, its side, the policy, or the value."),
+    ] = "action",
     attack_steps: Annotated[int, typer.Option(help="Gradient steps of pgd and sgld at each bar.")] = 10,
     out: Annotated[
         Path | None,
         typer.Option(help="HTML file for --feed and --attack. Default: robustness.html in the run."),
     ] = None,
+    benchmark: Benchmark = None,
+    risk_free: RiskFree = 0.0,
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Backtest a run's agent and compare it with the baselines, net of all costs.
@@ -88,8 +101,10 @@ def backtest(
     """
     from rich.console import Console
 
+    from tailguard.data.sources import load_bars
     from tailguard.data.storage import check_writable, write_frame
     from tailguard.evaluate.baselines import AGENT
+    from tailguard.evaluate.benchmark import compare_with, finite_values
     from tailguard.evaluate.results_table import print_summary
     from tailguard.evaluate.robustness_of_run import Disturbances, disturb_saved_run, parse_epsilons
     from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
@@ -106,7 +121,7 @@ def backtest(
             check_writable_place(path)
     console = Console(stderr=json_file == "-")
     disturbances = Disturbances(
-        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps
+        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps, target
     )
     read_run_config(run, trust_plugins=trust_plugins)
     stress = Stress(costs, delay, noise)
@@ -127,16 +142,22 @@ def backtest(
     backtested = backtest_saved_run(
         run, data, split, symbol, stress, trials, lambda: shown_steps("backtest", 12, console)
     )
+    relative = None
+    if benchmark is not None:
+        relative = compare_with(backtested.summary.results[AGENT], load_bars(benchmark), risk_free)
     if json_file != "-":
         _print_warnings(backtested.seen, console)
         print_summary(backtested.summary, backtested.title, console)
         console.print()
         for line in backtested.lines():
             say(console, line)
+        if relative is not None:
+            say(console, f"relative {relative.describe()}")
     if csv is not None:
         write_frame(backtested.summary.results[AGENT].frame(), csv)
         say(console, f"saved    {csv}")
-    _write_json(json_file, about | {"part": backtested.title} | backtested.to_json(), console)
+    beside = {} if relative is None else {"benchmark": finite_values(relative)}
+    _write_json(json_file, about | {"part": backtested.title} | backtested.to_json() | beside, console)
 
 
 def _show_disturbed(
@@ -197,18 +218,23 @@ def report(
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Also write the report as a PNG image.")] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Also write bars, trades, months and drawdowns as CSV files.")
+        bool, typer.Option("--csv", help="Also write bars, trades, months, drawdowns and exposures as CSV files.")
     ] = False,
+    parquet: Annotated[bool, typer.Option("--parquet", help="The same tables as Parquet files.")] = False,
+    benchmark: Benchmark = None,
+    risk_free: RiskFree = 0.0,
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. The page works offline."""
     from rich.console import Console
 
+    from tailguard.data.sources import load_bars
+    from tailguard.evaluate.benchmark import compare_with
     from tailguard.evaluate.budget import Budget
     from tailguard.evaluate.report import check_place, write_report
     from tailguard.evaluate.report.collect import collect, planned_steps
     from tailguard.evaluate.report.export import find_browser, save_pdf, save_png
-    from tailguard.evaluate.report.record_tables import write_csv
+    from tailguard.evaluate.report.record_tables import write_tables
     from tailguard.evaluate.report.verdict import verdict
     from tailguard.evaluate.stressed_backtest import select_account
     from tailguard.experiment.layout import RunLayout
@@ -234,13 +260,16 @@ def report(
     budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
     with shown_steps("report", planned_steps(opened), console) as begin:
         data = collect(opened, budget=budget, trials=trials, before_each=begin)
+    if benchmark is not None:
+        data = replace(data, relative=compare_with(data.agent, load_bars(benchmark), risk_free))
     write_report(data, path)
     say(console, f"verdict  {verdict(data)}")
     say(console, f"report   {path}")
-    if csv:
-        folder = path.with_name(f"{path.stem}_data")
-        write_csv(data, folder)
-        say(console, f"saved    {folder}")
+    folder = path.with_name(f"{path.stem}_data")
+    for wanted, suffix in ((csv, "csv"), (parquet, "parquet")):
+        if wanted:
+            write_tables(data, folder, suffix)  # type: ignore[arg-type]  # both are in the list above
+            say(console, f"saved    {folder} ({suffix})")
     for suffix, save in exports:
         save(path, path.with_suffix(suffix))
         say(console, f"saved    {path.with_suffix(suffix)}")

@@ -8,8 +8,12 @@ from typing import Literal
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from tailguard.data.calendars import Timetable
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
+from tailguard.data.universe import Rows, Universe, ragged_prices, ragged_segments
 from tailguard.errors import BarsError
 
 TIME_TYPE = pl.Datetime("ms", "UTC")
@@ -19,10 +23,22 @@ OPTIONAL = ("quote_volume", "trades", "taker_buy_base", "taker_buy_quote", "fund
 Accounts = Literal["portfolio", "per_symbol"]
 
 
-def with_segments(frame: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
-    """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol."""
-    starts = (pl.col("time").diff() != frequency) | (pl.col("symbol") != pl.col("symbol").shift())
-    return frame.with_columns(segment=starts.fill_null(False).cum_sum().cast(pl.Int32))
+def with_segments(frame: pl.DataFrame, timetable: Timetable, ragged: bool = False) -> pl.DataFrame:
+    """`frame`, sorted by symbol and time, with the column `segment`: a new number after a gap and for a new symbol.
+
+    `ragged`: only bars that no symbol has are a gap.
+    """
+    if ragged:
+        return frame.with_columns(ragged_segments(frame, timetable))
+    breaks = pl.Series(timetable.breaks(frame["time"].dt.epoch("ms").to_numpy()))
+    starts = breaks | (frame["symbol"] != frame["symbol"].shift()).fill_null(False)
+    return frame.with_columns(segment=starts.cum_sum().cast(pl.Int32))
+
+
+def held_times(time: NDArray[np.int64], segment: NDArray[np.int32], step: int) -> NDArray[np.int64]:
+    """Time from each bar's open to the next one's in its segment, ms; a segment's last bar lasts `step`, [R]."""
+    steps = np.diff(time, append=time[-1] + step)
+    return np.where(np.diff(segment, append=segment[-1] + 1) == 0, steps, step).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +56,15 @@ class Bars:
     """File or generator the bars came from, for messages."""
     first: datetime | None = None
     """Earlier bars only feed features (the lead-in of a split); None: every bar can be traded."""
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+    universe: Universe | None = None
+    """Lives of the symbols where members of a portfolio come and go; None: it trades the times that all have."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(self.frequency // timedelta(milliseconds=1))
 
     def __len__(self) -> int:
         """Number of rows, over all symbols."""
@@ -47,6 +72,8 @@ class Bars:
 
     @property
     def symbols(self) -> tuple[str, ...]:
+        if self.universe is not None:
+            return self.universe.symbols
         return tuple(self.frame["symbol"].unique(maintain_order=True))
 
     @property
@@ -67,11 +94,17 @@ class Bars:
         for symbol in symbols:
             if symbol not in self.symbols:
                 raise BarsError(f"{self.source}: no symbol {symbol!r}; there are {', '.join(self.symbols)}")
-        return replace(self, frame=self.frame.filter(pl.col("symbol").is_in(list(symbols))))
+        universe = None if self.universe is None else self.universe.select(symbols)
+        return replace(self, frame=self.frame.filter(pl.col("symbol").is_in(list(symbols))), universe=universe)
 
     def between(self, start: datetime, stop: datetime, lead_in: int = 0) -> Bars:
         """Bars with `start <= time < stop`, preceded by up to `lead_in` bars that only feed features."""
-        frame = self.frame.filter((pl.col("time") >= start - lead_in * self.frequency) & (pl.col("time") < stop))
+        begin = start - lead_in * self.frequency
+        if self.sessions is not None:
+            # Bars are counted where the market closes: a week of hours has far fewer bars.
+            before = self.frame["time"].filter(self.frame["time"] < start).unique().sort()
+            begin = before[-lead_in] if 0 < lead_in <= len(before) else before[0] if lead_in and len(before) else start
+        frame = self.frame.filter((pl.col("time") >= begin) & (pl.col("time") < stop))
         if frame.filter(pl.col("time") >= start).is_empty():
             earliest, latest = self.end_points
             raise BarsError(f"{self.source}: no bars from {start} to {stop}; they run from {earliest} to {latest}")
@@ -80,9 +113,12 @@ class Bars:
     def panel(self, accounts: Accounts = "portfolio") -> Panel:
         """The arrays a simulator runs on.
 
-        `portfolio`: all symbols in one account, on the times that every symbol has. `per_symbol`: one account a symbol.
+        `portfolio`: all symbols in one account, on the times that every symbol has, or that any has in a ragged
+        universe. `per_symbol`: one account a symbol.
         """
         frame = self.frame
+        if accounts == "portfolio" and self.universe is not None:
+            return self._ragged_panel()
         if accounts == "portfolio" and len(self.symbols) > 1:
             times = frame.group_by("time").len().filter(pl.col("len") == len(self.symbols)).select("time")
             frame = frame.join(times, on="time", how="semi").sort("symbol", "time", maintain_order=True)
@@ -117,5 +153,37 @@ class Bars:
             tradeable=time >= first_ms,
             symbols=self.symbols,
             frequency_ms=step,
+            sessions=self.sessions,
+            held_ms=None if self.sessions is None else held_times(time, segment, step),
             funding=column("funding_rate") if "funding_rate" in frame.columns else None,
+        )
+
+    def _ragged_panel(self) -> Panel:
+        rows = Rows.of(self)
+        step = self.frequency // timedelta(milliseconds=1)
+        marks = np.full(rows.listed.shape, -1, np.int64)
+        segments = self.frame["segment"].to_numpy()
+        ends = np.cumsum(rows.counts)
+        for asset, (place, end) in enumerate(zip(rows.places, ends, strict=True)):
+            marks[place, asset] = segments[end - len(place) : end]
+        # A symbol's segment changes only at gaps that all symbols share.
+        breaks = np.zeros(len(rows.time), bool)
+        for asset, place in enumerate(rows.places):
+            breaks[place[1:][np.diff(marks[place, asset]) != 0]] = True
+        segment = np.cumsum(breaks).astype(np.int32)
+        funding = None
+        if "funding_rate" in self.frame.columns:
+            funding = np.nan_to_num(rows.spread(self.frame["funding_rate"].to_numpy(), rows.counts))
+        return Panel(
+            time=rows.time,
+            **ragged_prices(self, rows),
+            segment=segment,
+            tradeable=rows.time >= int(self.start.timestamp() * 1000),
+            symbols=self.symbols,
+            frequency_ms=step,
+            sessions=self.sessions,
+            held_ms=None if self.sessions is None else held_times(rows.time, segment, step),
+            funding=funding,
+            listed=rows.listed,
+            halted=rows.listed & ~rows.present,
         )

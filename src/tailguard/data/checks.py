@@ -14,6 +14,7 @@ from typing import Literal
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED
+from tailguard.data.calendars import Timetable, around_the_clock
 from tailguard.data.findings import SHOWN, Check, Row, judge, number, skipped, time_label
 from tailguard.data.frequency import frequency_label
 from tailguard.data.sessions import check_sessions
@@ -146,14 +147,12 @@ def _close_stamped(bars: pl.DataFrame, frequency: timedelta, early: int) -> Chec
     )
 
 
-def check_gaps(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> Check:
-    """No bar is missing between the first and the last; with `gaps="split"` gaps are counted, not faults."""
-    after_gaps = bars.with_columns(step=pl.col("time").diff(), before=pl.col("time").shift()).filter(
-        pl.col("step") >= 2 * frequency
-    )
+def check_gaps(bars: pl.DataFrame, timetable: Timetable, gaps: Gaps) -> Check:
+    """No bar of the calendar is missing; with `gaps="split"` gaps are counted, not faults."""
+    after_gaps = with_missing(bars, timetable).with_columns(before=pl.col("time").shift()).filter(pl.col("missing") > 0)
 
     def describe(row: Row) -> str:
-        missing = row["step"] // frequency - 1
+        missing = row["missing"]
         return f"{missing:,} bar{'' if missing == 1 else 's'} missing after {time_label(row['before'])}"
 
     check = judge(
@@ -168,6 +167,14 @@ def check_gaps(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> Check:
     if check.count and gaps == "split":
         return replace(check, level="ok", fault="kept: a new segment starts after each", remedy="")
     return check
+
+
+def with_missing(bars: pl.DataFrame, timetable: Timetable) -> pl.DataFrame:
+    """`bars` of one symbol with `missing`: bars of the calendar that are missing before each; null for the first."""
+    times = bars["time"].dt.epoch("ms").forward_fill().fill_null(0).to_numpy()
+    missing = pl.Series("missing", timetable.missing_before(times), dtype=pl.Int64)
+    known = pl.col("time").is_not_null() & pl.col("time").shift().is_not_null()
+    return bars.with_columns(missing).with_columns(pl.when(known).then(pl.col("missing")))
 
 
 def check_prices(bars: pl.DataFrame) -> Check:
@@ -242,14 +249,23 @@ def check_volume(bars: pl.DataFrame) -> Check:
     )
 
 
-def check_times(bars: pl.DataFrame, frequency: timedelta, gaps: Gaps) -> list[Check]:
-    """The checks that the times of one symbol must pass before its bars can be used."""
+def check_times(bars: pl.DataFrame, timetable: Timetable, gaps: Gaps, holes: Timetable | None = None) -> list[Check]:
+    """The checks that the times of one symbol must pass before its bars can be used.
+
+    `holes`: the timetable that says which bars are missing, where it is another.
+    """
+    frequency = timedelta(milliseconds=timetable.step)
     checks = [check_order(bars), check_duplicates(bars)]
     if any(check.level == "error" for check in checks):
         return [*checks, skipped("frequency"), skipped("gaps"), skipped("sessions")]
     common = most_common_step(bars["time"]) or frequency
-    sessions = check_sessions(bars, common)
-    missing = check_gaps(bars, frequency, gaps) if common == frequency else skipped("gaps")
+    sessions = check_sessions(bars, timetable if common == frequency else around_the_clock(common))
+    missing = check_gaps(bars, holes or timetable, gaps) if common == frequency else skipped("gaps")
     if sessions.level == "error":
         missing = Check("gaps", "skipped", "those of the sessions")
-    return [*checks, check_frequency(bars, frequency, common), missing, sessions]
+    if timetable.has_sessions and common == frequency:
+        # Summer time moves the sessions against the clock, so the calendar is the grid.
+        pace = Check("frequency", "ok", f"bars of {frequency_label(frequency)}")
+    else:
+        pace = check_frequency(bars, frequency, common)
+    return [*checks, pace, missing, sessions]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,16 +15,17 @@ from tailguard.errors import BarsError
 ACCEPTED: dict[str, tuple[str, ...]] = {
     "time": (
         *("ts_ms", "open_time", "open_datetime", "timestamp", "timestamp_ms", "datetime", "date", "time", "unix", "ts"),
+        *("ts_event", "t"),
         *("index", "", "Unnamed: 0", "__index_level_0__"),
     ),
     "symbol": ("symbol", "ticker", "pair", "instrument", "tic"),
     "open": ("open", "o", "open_price"),
     "high": ("high", "h", "high_price"),
     "low": ("low", "l", "low_price"),
-    "close": ("close", "c", "close_price"),
+    "close": ("close", "c", "close_price", "close/last"),
     "volume": ("volume", "v", "vol", "base_volume"),
     "quote_volume": ("quote_volume", "quote_asset_volume"),
-    "trades": ("trades", "number_of_trades", "trade_count", "count", "num_trades"),
+    "trades": ("trades", "number_of_trades", "trade_count", "count", "num_trades", "bar_count", "transactions", "n"),
     "taker_buy_base": (
         *("taker_buy_base", "taker_buy_base_asset_volume", "taker_buy_base_volume", "taker_buy_volume"),
         "taker_base_asset_volume",
@@ -36,6 +37,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "funding_rate": ("funding_rate", "funding"),
 }
 """Accepted names of each field, the preferred first. Case, spaces, dots, dashes and underscores do not matter."""
+
+TIME_TYPE_NAIVE = pl.Datetime("ms")
 
 BINANCE_KLINES = (
     *("open_time", "open", "high", "low", "close", "volume", "close_time", "quote_asset_volume", "number_of_trades"),
@@ -61,6 +64,8 @@ class Recognised:
     """Field to the column that holds it."""
     ignored: tuple[str, ...]
     """Columns that are not bars' fields."""
+    filled: tuple[str, ...] = ()
+    """Fields that the table need not have: without volume it is 0; with closes only, every price is the close."""
 
 
 def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised:
@@ -70,27 +75,37 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
     """
     by_key: dict[str, str] = {}
     for column in columns:
-        by_key.setdefault(_key(column), column)
+        by_key.setdefault(column_key(column), column)
     fields = {}
     for field, names in ACCEPTED.items():
-        match = next((by_key[_key(name)] for name in names if _key(name) in by_key), None)
+        match = next((by_key[column_key(name)] for name in names if column_key(name) in by_key), None)
         if match is not None:
             fields[field] = match
     for field, column in _volumes(columns, symbol).items():
         fields.setdefault(field, column)
-    missing = [field for field in ("time", *REQUIRED) if field not in fields]
+    filled = _filled(fields, columns)
+    missing = [field for field in ("time", *REQUIRED) if field not in fields and field not in filled]
     if missing:
         wanted = "; ".join(f"{field} (accepted: {', '.join(filter(None, ACCEPTED[field]))})" for field in missing)
         raise BarsError(f"{file}: no column for {wanted}. Columns found: {', '.join(map(column_label, columns))}")
     used = set(fields.values())
-    return Recognised(fields, tuple(column for column in columns if column not in used))
+    return Recognised(fields, tuple(column for column in columns if column not in used), filled)
+
+
+def _filled(fields: Collection[str], columns: Sequence[str]) -> tuple[str, ...]:
+    """`Recognised.filled`. A column of volume in an unknown unit is no reason to go without."""
+    prices = tuple(name for name in ("open", "high", "low") if name not in fields)
+    if "close" not in fields or len(prices) not in (0, 3):
+        return ()
+    some_volume = "volume" in fields or any("vol" in column_key(name) for name in columns)
+    return (*prices, *(() if some_volume else ("volume",)))
 
 
 def _volumes(columns: Sequence[str], symbol: str) -> dict[str, str]:
     """Columns named after the currency they count, where the symbol gives base and quote currency."""
-    pair, volumes = _key(symbol), {}
+    pair, volumes = column_key(symbol), {}
     for column in columns:
-        currency = _key(column).removeprefix("volume") if _key(column).startswith("volume") else ""
+        currency = column_key(column).removeprefix("volume") if column_key(column).startswith("volume") else ""
         if not currency or currency == pair:
             continue
         if pair.startswith(currency):
@@ -102,13 +117,13 @@ def _volumes(columns: Sequence[str], symbol: str) -> dict[str, str]:
 
 def symbol_column(columns: Sequence[str]) -> str | None:
     """The column that names the symbols, if there is one."""
-    names = set(map(_key, ACCEPTED["symbol"]))
-    return next((column for column in columns if _key(column) in names), None)
+    names = set(map(column_key, ACCEPTED["symbol"]))
+    return next((column for column in columns if column_key(column) in names), None)
 
 
 def is_time_name(name: str) -> bool:
     """Whether a column of this name holds the times."""
-    return _key(name) in map(_key, ACCEPTED["time"])
+    return column_key(name) in map(column_key, ACCEPTED["time"])
 
 
 def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Series]:
@@ -116,12 +131,12 @@ def extra_columns(raw: pl.DataFrame, ignored: Sequence[str]) -> dict[str, pl.Ser
 
     Alternative names of a field and columns without information are left out.
     """
-    known = {_key(name) for names in ACCEPTED.values() for name in names} | set(map(_key, RESERVED))
+    known = {column_key(name) for names in ACCEPTED.values() for name in names} | set(map(column_key, RESERVED))
     extra = {}
     for column in ignored:
         numbers = read_numbers(raw[column])
         is_numeric = numbers.count() > 0 and numbers.null_count() == raw[column].null_count()
-        if is_numeric and _key(column) not in known:
+        if is_numeric and column_key(column) not in known:
             extra[column] = numbers
     return extra
 
@@ -151,7 +166,16 @@ def symbol_of(path: Path) -> str:
 def read_numbers(column: pl.Series) -> pl.Series:
     """`column` as Float64; text that is not a number becomes null."""
     if isinstance(column.dtype, (pl.String, pl.Categorical, pl.Enum)):
-        return column.cast(pl.String).str.strip_chars().cast(pl.Float64, strict=False)
+        text = column.cast(pl.String).str.strip_chars()
+        numbers = text.cast(pl.Float64, strict=False)
+        if numbers.null_count() == column.null_count():
+            return numbers
+        # Prices like $1,234.50. A comma of 46,800 alone may be a decimal one.
+        money = text.str.replace(r"^\$ ?", "")
+        grouped = money.str.contains(r"^\d{1,3}(,\d{3})+\.\d+$|^\d{1,3}(,\d{3}){2,}$")
+        grouped |= text.str.contains(r"^\$ ?\d{1,3}(,\d{3})+$")
+        plain = pl.select(pl.when(grouped).then(money.str.replace_all(",", "")).otherwise(money)).to_series()
+        return plain.cast(pl.Float64, strict=False).rename(column.name)
     if column.dtype.is_numeric() or column.dtype == pl.Null:
         return column.cast(pl.Float64)
     return pl.Series(column.name, [None] * len(column), dtype=pl.Float64)
@@ -164,6 +188,11 @@ def read_times(column: pl.Series) -> pl.Series:
     or dates like 1/31/1999 or 31.1.1999 where the days show which number is the month. Times without a zone are UTC.
     """
     dtype = column.dtype
+    if dtype.is_integer() or isinstance(dtype, (pl.String, pl.Categorical, pl.Enum)):
+        # 20210131 is a date, as Stooq and Interactive Brokers write it, and no count of anything since 1970.
+        compact = column.cast(pl.String).str.strip_chars()
+        if compact.count() and compact.drop_nulls().str.contains(r"^(19|20)\d\d(0[1-9]|1[0-2])[0-3]\d$").all():
+            return compact.str.to_date("%Y%m%d", strict=False).cast(TIME_TYPE_NAIVE).dt.replace_time_zone("UTC")
     if isinstance(dtype, (pl.String, pl.Categorical, pl.Enum)):
         text = column.cast(pl.String).str.strip_chars()
         numbers = text.cast(pl.Float64, strict=False)
@@ -181,7 +210,8 @@ def read_times(column: pl.Series) -> pl.Series:
     return utc.set(finer, None).cast(TIME_TYPE)
 
 
-def _key(name: str) -> str:
+def column_key(name: str) -> str:
+    """A column's name without case, spaces and punctuation."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -202,6 +232,7 @@ def _from_epoch(numbers: pl.Series) -> pl.Series:
 
 def _from_text(text: pl.Series) -> pl.Series:
     """Times from ISO 8601 text, `T` or a space between date and time, with or without a zone, all rows alike."""
+    text = text.str.replace(r"^(\d{4})[./](\d\d)[./](\d\d)", "${1}-${2}-${3}")
     tidy = text.str.replace(r"^(\d{4}-\d\d-\d\d) +", "${1}T").str.replace(r" *(Z|UTC)$", "+00:00")
     iso = r"^\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d+)?)?)?([+-]\d\d:?\d\d)?$"
     example = tidy.filter(tidy.str.contains(iso)).first() if tidy.count() else None

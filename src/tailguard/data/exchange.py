@@ -124,6 +124,13 @@ class Exchange:
             else:  # nothing traded or recorded for a whole page
                 since += self.page * gap.step
 
+    def closed_since(self, since: int) -> list[Row]:
+        """Bars that open at this time or later and have closed by the exchange's clock, one page of them."""
+        client = self.client
+        fetch_time = client.fetch_time if client.has.get("fetchTime") else client.milliseconds
+        now = _with_retries(client, self.errors, fetch_time, self.retry, self.say)
+        return [row for row in self._ask(since) if row[0] >= since and row[0] + self.step <= now]
+
     def _following(self, known: Row) -> list[Row]:
         """A page that follows the known bar without a gap; up to three requests, the last one from a bar earlier."""
         moment = known[0]

@@ -23,6 +23,8 @@ from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Accounts, Bars
 from tailguard.data.indicators import ratio
 from tailguard.data.panel import FeatureTable
 from tailguard.data.registry import FEATURES, Feature, FeatureError, feature, find_features
+from tailguard.data.session_columns import feature_frame, session_columns
+from tailguard.data.universe import Rows, carried_forward
 from tailguard.errors import ConfigError
 
 __all__ = [
@@ -44,7 +46,7 @@ Float = NDArray[np.float64]
 
 def available_features(bars: Bars) -> tuple[str, ...]:
     """Names of all registered features whose columns these bars have."""
-    columns = set(bars.frame.columns)
+    columns = {*bars.frame.columns, *session_columns(bars)}
     return tuple(name for name, entry in FEATURES.items() if columns.issuperset(entry.needs))
 
 
@@ -65,8 +67,10 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
         accounts: `portfolio` puts the symbols side by side, `per_symbol` one after the other, as in the panel.
     """
     chosen = _chosen(bars, names)
-    table = _evaluate(bars.frame, chosen)
+    table = _evaluate(feature_frame(bars), chosen)
     _check_defined(bars, table, chosen)
+    if accounts == "portfolio" and bars.universe is not None:
+        return _ragged_table(bars, table, chosen)
     symbols = bars.symbols
     side_by_side = accounts == "portfolio" and len(symbols) > 1
     if side_by_side:
@@ -90,8 +94,39 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
     return FeatureTable(values, tuple(labels), valid, definitions)
 
 
+def _ragged_table(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -> FeatureTable:
+    """Features on the rows of a ragged panel: the last known ones in a halt, NaN where a symbol is not listed."""
+    rows = Rows.of(bars)
+    local = [entry for entry in chosen if not entry.market_wide]
+    shared = [entry for entry in chosen if entry.market_wide]
+    wide = {}
+    for entry in local:
+        values = rows.spread(table[entry.name].to_numpy(), rows.counts)
+        wide[entry.name] = np.where(rows.listed, carried_forward(values), np.nan)
+    columns = [wide[entry.name][:, asset] for asset in range(len(bars.symbols)) for entry in local]
+    for entry in shared:
+        # The same for every symbol that has a bar: the first of them.
+        values = rows.spread(table[entry.name].to_numpy(), rows.counts)
+        place = np.isfinite(values).argmax(axis=1)
+        columns.append(np.take_along_axis(values, place[:, None], axis=1)[:, 0])
+    labels = [f"{entry.name}:{symbol}" for symbol in bars.symbols for entry in local]
+    entries = [*(entry for _ in bars.symbols for entry in local), *shared]
+    available = rows.listed & np.all([np.isfinite(values) for values in wide.values()], axis=0) if wide else rows.listed
+    values = np.stack(columns, axis=1)
+    known = np.isfinite(values[:, len(labels) :]).all(axis=1)
+    return FeatureTable(
+        values,
+        (*labels, *(entry.name for entry in shared)),
+        np.asarray(available.any(axis=1) & known),
+        tuple(_fingerprint(entry) for entry in entries),
+        available,
+    )
+
+
 def common_times(bars: Bars) -> pl.Series:
-    """The times that every symbol has, sorted."""
+    """The times that every symbol has, or any in a ragged universe, sorted."""
+    if bars.universe is not None:
+        return bars.frame["time"].unique().sort()
     counted = bars.frame.group_by("time").len().filter(pl.col("len") == len(bars.symbols))
     return counted["time"].sort()
 
@@ -123,7 +158,7 @@ def leaking_features(bars: Bars, names: Sequence[str] | None = None, probes: int
     and without the later bars. No value at or before the picked bar may differ. Returns the first leak of each feature.
     """
     chosen = _chosen(bars, names)
-    frame = bars.frame
+    frame = feature_frame(bars)
     truth = _evaluate(frame, chosen)
     position = pl.int_range(pl.len()).over("segment")
     # A cut inside a warm-up, or with nothing after it in its stretch, would compare nothing.
@@ -145,9 +180,10 @@ def _chosen(bars: Bars, names: Sequence[str] | None) -> tuple[Feature, ...]:
     if isinstance(names, str):
         raise ConfigError(f"names={names!r} must be a list of feature names: [{names!r}]")
     chosen = find_features(available_features(bars) if names is None else names)
+    there = {*bars.frame.columns, *session_columns(bars)}
     for entry in chosen:
         for column in entry.needs:
-            if column not in bars.frame.columns:
+            if column not in there:
                 hint = "" if column in OPTIONAL else ". A prepared market keeps no columns beyond those of bars"
                 raise ConfigError(
                     f"feature {entry.name!r} needs the column {column!r}, which {bars.source} does not have{hint}"
@@ -276,6 +312,10 @@ def _reference_frame(count: int, needs: Sequence[str] = ()) -> pl.DataFrame:
                 name: np.modf(step * np.sqrt(17.0 + place))[0] - 0.5
                 for place, name in enumerate(name for name in needs if name not in OPTIONAL)
             },
+            # Sessions of seven bars; every fifth follows a weekend.
+            "session_start": (step % 7 == 0).astype(np.float64),
+            "session_bar": step % 7,
+            "closed_hours": np.where(step // 7 % 5 == 0, 65.0, 17.0),
         },
         schema_overrides={"time": TIME_TYPE},
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import polars as pl
+
+if TYPE_CHECKING:
+    from tailguard.data.calendars import Timetable
 
 Level = Literal["ok", "skipped", "warning", "error"]
 Row = dict[str, Any]
@@ -88,6 +91,8 @@ class Report:
     """Numeric columns of the files that only custom features use."""
     notes: tuple[str, ...] = ()
     """Further notes for the user."""
+    timetable: Timetable | None = None
+    """The calendar of the bars."""
 
     @property
     def errors(self) -> tuple[Check, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from tailguard.data.columns import is_time_name
+from tailguard.data.layouts import rows_of_levels
 from tailguard.errors import BarsError
 
 Frame = Any
@@ -30,6 +31,10 @@ def read_frame(data: Frame) -> pl.DataFrame:
         return data
     columns = data.columns
     if columns.nlevels > 1:
+        levels = {tuple(map(str, name)): _series(str(name), data[name]) for name in columns}
+        rows = rows_of_levels(levels, _index(data))
+        if rows is not None:
+            return rows
         raise BarsError(
             f"pandas frame: its columns have {columns.nlevels} levels, like {columns[0]!r}. Choose one symbol, as in "
             "frame.xs('BTC-USD', axis=1, level=1), or bring the symbols into a column `symbol`"

@@ -237,3 +237,38 @@ def phase_cosine(days: int) -> pl.Expr:
 for _cycle, _days in (("day", 1), ("week", 7)):
     feature(f"time_of_{_cycle}_sin", market_wide=True)(partial(phase_sine, _days))
     feature(f"time_of_{_cycle}_cos", market_wide=True)(partial(phase_cosine, _days))
+
+
+@feature("closure", needs=("closed_hours",), market_wide=True)
+def closure() -> pl.Expr:
+    """ln(1 + hours closed before the session), all through it: elapsed time, not bars."""
+    return pl.col("closed_hours").log1p()
+
+
+@feature("session_bars", needs=("session_bar",), market_wide=True)
+def session_bars() -> pl.Expr:
+    """ln(1 + bars since the session began)."""
+    return pl.col("session_bar").log1p()
+
+
+def since_opening(price: pl.Expr) -> pl.Expr:
+    """`price` of a session's first bar, all through the session."""
+    return pl.when(pl.col("session_start") > 0).then(price).forward_fill()
+
+
+def in_bar_volatilities(log_move: pl.Expr, window: int) -> pl.Expr:
+    """A log return / root mean square of the last `window` one-bar returns; flat: 0; before the first closure: 0."""
+    square = log_close.diff().pow(2).rolling_mean(window).clip(lower_bound=0.0)
+    return ratio(log_move.fill_null(0.0), square.sqrt(), NEGLIGIBLE)
+
+
+@feature("opening_gap", warmup=VOLATILITY_WINDOW, needs=("session_start",))
+def opening_gap() -> pl.Expr:
+    """Return from the close before the session to its first open, all through the session."""
+    return in_bar_volatilities(since_opening((open_ / close.shift(1)).log()), VOLATILITY_WINDOW)
+
+
+@feature("session_return", warmup=VOLATILITY_WINDOW, needs=("session_start", "session_bar"))
+def session_return() -> pl.Expr:
+    """Return from the session's first open to the close of the bar."""
+    return in_bar_volatilities(log_close - since_opening(open_).log(), VOLATILITY_WINDOW)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
+
 Float = NDArray[np.float64]
 
 
@@ -43,6 +45,17 @@ class Panel:
     """Funding rate per eight hours that longs and shorts pay alike, [R, A], where none is observed; None: that of
     `MarketConfig`."""
 
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+    held_ms: NDArray[np.int64] | None = None
+    """Time from each bar's open to the next one's, nights, weekends and holidays included, [R]; None: always
+    `frequency_ms`. A position that is held at the close pays interest for all of it."""
+
+    listed: NDArray[np.bool_] | None = None
+    """Whether each asset is listed at each row, [R, A]; None: all are, always."""
+    halted: NDArray[np.bool_] | None = None
+    """Where a listed asset has no bar: it stands at its last close and cannot be traded, [R, A]; None: nowhere."""
+
     @property
     def rows(self) -> int:
         return int(self.open.shape[0])
@@ -52,8 +65,28 @@ class Panel:
         return int(self.open.shape[1])
 
     @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(self.frequency_ms)
+
+    @property
     def bars_per_year(self) -> float:
-        return 365.25 * 86_400_000 / self.frequency_ms
+        return self.pace.per_year
+
+    @property
+    def delisted(self) -> NDArray[np.bool_]:
+        """The rows on which an asset's positions are closed because its life has ended, [R, A]."""
+        ended = np.zeros(self.open.shape, bool)
+        if self.listed is not None:
+            ended[1:] = self.listed[:-1] & ~self.listed[1:]
+        return ended
+
+    @property
+    def session_ends(self) -> NDArray[np.bool_]:
+        """Last bars before a closure, [R]; where there are none, as around the clock, all False."""
+        if self.held_ms is None:
+            return np.zeros(self.rows, bool)
+        return np.asarray(self.held_ms > self.frequency_ms)
 
     def rows_between(self, start: int, stop: int) -> Panel:
         """The rows from `start` up to, not including, `stop`."""
@@ -81,3 +114,5 @@ class FeatureTable:
     """Rows on which every feature is defined, [R]; the others must not be traded."""
     definitions: tuple[str, ...]
     """Fingerprint of each column's feature: equal if it gives the same numbers on the same bars."""
+    available: NDArray[np.bool_] | None = None
+    """Assets that are listed and whose features are defined, [R, A]; None: all are on valid rows."""

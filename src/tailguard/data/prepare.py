@@ -30,20 +30,23 @@ class PreparedBars:
     """Rows on which every feature is defined, [R]."""
     scaler: Scaler
     """The scaling that was applied; give it to the environment of a later split."""
-    rescaled_from: int | None = field(default=None, kw_only=True)
-    """First row of copies of the bars with another volatility, which only training uses; None: there are none."""
+    available: NDArray[np.bool_] | None = field(default=None, kw_only=True)
+    """Assets that may be held, [R, A]: listed, with all features defined. `features` then end with a mask of them.
+    None: all assets, on every usable row."""
     seen_close: NDArray[np.float64] | None = field(default=None, kw_only=True)
     """Closes as a feed with faults shows them, [R, A]: what volatility scaling reads; None: those of the panel."""
-
-    @property
-    def own_rows(self) -> int:
-        """Number of rows that are the bars themselves."""
-        return self.panel.rows if self.rescaled_from is None else self.rescaled_from
+    rescaled_from: int | None = field(default=None, kw_only=True)
+    """First row of copies of the bars with another volatility, which only training uses; None: there are none."""
 
     @property
     def seen_panel(self) -> Panel:
         """The bars that decisions are made from; fills are at the prices of `panel`."""
         return self.panel if self.seen_close is None else replace(self.panel, close=self.seen_close)
+
+    @property
+    def own_rows(self) -> int:
+        """Number of rows that are the bars themselves."""
+        return self.panel.rows if self.rescaled_from is None else self.rescaled_from
 
 
 def prepare(
@@ -69,7 +72,12 @@ def prepare(
         if not (table.valid & panel.tradeable).any():
             raise _nothing_defined(bars.source, panel, longest_warmup(bars, features))
         scaler = Scaler.fit(table, panel.tradeable)
-    return PreparedBars(panel, scaler.transform(table), table.names, table.valid, scaler)
+    features_, names, available = scaler.transform(table), table.names, table.available
+    if available is not None:
+        # The agent sees which assets are there; what is not known of the others is 0, as on average.
+        features_ = np.hstack([np.nan_to_num(features_), available.astype(np.float32)])
+        names = (*names, *(f"listed:{symbol}" for symbol in panel.symbols))
+    return PreparedBars(panel, features_, names, table.valid, scaler, available=available)
 
 
 def with_rescaled_copies(
@@ -83,19 +91,28 @@ def with_rescaled_copies(
     from tailguard.data.rescaled import rescale_returns
 
     panel, features, usable = prepared.panel, [prepared.features], [prepared.usable]
+    available = [prepared.available]
     for factor in factors:
         copy = prepare(rescale_returns(bars, factor), scaler=prepared.scaler, accounts=accounts)
         first_segment = int(panel.segment[-1]) + 1
         panel = panel.followed_by(replace(copy.panel, segment=copy.panel.segment + np.int32(first_segment)))
         features.append(copy.features)
         usable.append(copy.usable)
+        available.append(copy.available)
     return replace(
         prepared,
         panel=panel,
         features=np.concatenate(features),
         usable=np.concatenate(usable),
+        available=join_available(available),
         rescaled_from=prepared.own_rows if factors else None,
     )
+
+
+def join_available(copies: Sequence[NDArray[np.bool_] | None]) -> NDArray[np.bool_] | None:
+    """The rows of several copies of the same bars one after the other; None where all assets are always there."""
+    known = [copy for copy in copies if copy is not None]
+    return np.concatenate(known) if known else None
 
 
 def _nothing_defined(source: str, panel: Panel, warmup: int) -> ConfigError:

@@ -13,7 +13,9 @@ from tailguard.data.bars import Accounts, Bars
 from tailguard.data.features import common_times, longest_warmup
 from tailguard.data.findings import Check, Report
 from tailguard.data.history import spans_of, uncommon_bars
+from tailguard.data.panel import Panel
 from tailguard.data.splits import split_bars
+from tailguard.data.universe import Rows, carried_forward, describe_lives, survivorship_note
 from tailguard.data.windows import Size
 from tailguard.errors import ConfigError
 
@@ -42,11 +44,25 @@ def usable_rows(
 ) -> Usable:
     """Count the usable rows from the warm-up alone: no feature is computed."""
     panel = bars.panel(accounts)
+    if accounts == "portfolio" and bars.universe is not None:
+        return _usable_in_ragged(bars, panel, episode_length, features)
     warm = bars.frame.select("time", warm=pl.int_range(pl.len()).over("segment") >= longest_warmup(bars, features))
     if accounts == "portfolio" and len(bars.symbols) > 1:
         warm = warm.filter(pl.col("time").is_in(common_times(bars).implode()))
         warm = warm.group_by("time", maintain_order=True).agg(pl.col("warm").all())
-    defined = warm["warm"].to_numpy()
+    return _count(panel, warm["warm"].to_numpy(), episode_length)
+
+
+def _usable_in_ragged(bars: Bars, panel: Panel, episode_length: int, features: Sequence[str] | None) -> Usable:
+    """A row is usable while any symbol has warmed up."""
+    rows = Rows.of(bars)
+    position = bars.frame.select(pl.int_range(pl.len()).over("segment").cast(pl.Float64)).to_series().to_numpy()
+    bars_seen = carried_forward(rows.spread(position, rows.counts))
+    defined = (rows.listed & (np.nan_to_num(bars_seen) >= longest_warmup(bars, features))).any(axis=1)
+    return _count(panel, np.asarray(defined), episode_length)
+
+
+def _count(panel: Panel, defined: NDArray[np.bool_], episode_length: int) -> Usable:
     starts = sum(
         int(panel.tradeable[low : max(low, high - episode_length)].sum()) for low, high in _runs(panel.segment, defined)
     )
@@ -77,12 +93,23 @@ def ready_report(
     embargo: Size,
     episode_length: int,
     funding_rate: float,
+    uses_volume: bool = True,
 ) -> Report:
-    """`report` with checks for training on these bars, with these settings and all features."""
-    checks = [check_training(bars, validation, test, embargo, episode_length), check_fills(bars)]
-    if len(bars.symbols) > 1:
+    """`report` with checks for training on these bars, with these settings and all features.
+
+    `uses_volume`: whether orders are limited or priced by the bars' volume.
+    """
+    checks = [check_training(bars, validation, test, embargo, episode_length)]
+    if uses_volume:
+        checks.append(check_fills(bars))
+    if len(bars.symbols) > 1 and bars.universe is None:
         checks.append(check_history(bars))
-    notes = () if "funding_rate" in bars.frame.columns else (funding_note(funding_rate),)
+    assumed = funding_rate > 0 and "funding_rate" not in bars.frame.columns
+    notes: tuple[str, ...] = (funding_note(funding_rate),) if assumed else ()
+    if bars.universe is not None:
+        notes = (*notes, *describe_lives(bars.universe))
+    survivors = survivorship_note({span.symbol: round(span.last.timestamp()) for span in spans_of(bars) if span.last})
+    notes = notes if survivors is None else (*notes, survivors)
     return replace(report, checks=(*report.checks, *checks), notes=(*report.notes, *notes))
 
 
@@ -143,5 +170,5 @@ def funding_note(rate: float) -> str:
     yearly = 3 * 365.25 * rate
     return (
         f"no funding rates in the bars: every position, long or short, is charged {rate:g} of its value every 8 hours, "
-        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.funding_rate=0"
+        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.preset=crypto_spot"
     )

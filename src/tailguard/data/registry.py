@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED
+from tailguard.data.session_columns import SESSION_COLUMNS
 from tailguard.errors import ConfigError, TailguardError
 
 Build = Callable[[], pl.Expr]
@@ -38,10 +39,11 @@ class Feature:
         expression = self.build()
         if not isinstance(expression, pl.Expr):
             raise FeatureError(f"feature {self.name!r} returned {type(expression).__name__}; it must return a pl.Expr")
-        readable = {"time"} if self.market_wide else {"time", *REQUIRED, *self.needs}
+        shared = {"time", *(name for name in self.needs if name in SESSION_COLUMNS)}
+        readable = shared if self.market_wide else {"time", *REQUIRED, *self.needs}
         for column in sorted(set(expression.meta.root_names()) - readable):
             if self.market_wide:
-                hint = "a market-wide feature reads the time only"
+                hint = "a market-wide feature reads the time only, and the columns of sessions"
             elif column in OPTIONAL:
                 hint = f"declare it: needs=({column!r},)"
             else:

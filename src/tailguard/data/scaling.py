@@ -62,9 +62,20 @@ class Scaler:
         values = table.values[rows & table.valid]
         if len(values) < 2:
             raise too_few_rows(len(values), int(rows.sum()))
+        if table.available is not None:
+            return cls._fit_where_defined(table, values, clip)
         quartiles = np.quantile(values, QUARTILES, axis=0)
         constant = np.ptp(values, axis=0) == 0
         return cls.of_statistics(table.names, table.definitions, quartiles, values.std(axis=0), constant, clip)
+
+    @classmethod
+    def _fit_where_defined(cls, table: FeatureTable, values: Float, clip: float) -> Self:
+        """Statistics of each feature over the rows on which its asset is listed; without any its scale is 0."""
+        empty = ~np.isfinite(values).any(axis=0)
+        values = np.where(empty, 0.0, values)
+        quartiles = np.nanquantile(values, QUARTILES, axis=0)
+        constant = np.nanmax(values, axis=0) == np.nanmin(values, axis=0)
+        return cls.of_statistics(table.names, table.definitions, quartiles, np.nanstd(values, axis=0), constant, clip)
 
     @classmethod
     def of_statistics(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import reduce
+from typing import Literal, get_args
 
 import polars as pl
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, Bars, with_segments
+from tailguard.data.calendars import AUTO, CalendarSource
 from tailguard.data.check_bars import validate as validate_frame
 from tailguard.data.checks import Gaps
 from tailguard.data.columns import (
@@ -20,12 +24,18 @@ from tailguard.data.columns import (
     symbol_column,
     symbol_of,
 )
+from tailguard.data.corporate_actions import Adjust, adjusted
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
+from tailguard.data.layouts import rows_of_wide, with_one_time
 from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
+from tailguard.data.universe import universe_of
 from tailguard.data.volume_unit import VolumeUnit, typical_price
 from tailguard.errors import BarsError, BarsWarning
+from tailguard.validate import check_choice
+
+UniverseKind = Literal["common", "ragged"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,18 @@ class Source:
     """Other columns that are not bars' fields."""
     dropped: tuple[str, ...]
     """Optional fields that only some of the files have; they are dropped."""
+    filled: tuple[str, ...] = ()
+    """Fields that some of the files do not have: volume is 0 there, and all prices are the close."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user must know about the fields that were filled in."""
+        closes = "closes only: open, high and low are the close, so orders fill at the next close"
+        volume = (
+            "no volume: orders cannot be limited or priced by it; trade with market.participation=inf and "
+            "market.impact=0"
+        )
+        return (*([closes] if "open" in self.filled else []), *([volume] if "volume" in self.filled else []))
 
 
 def load_bars(
@@ -48,8 +70,13 @@ def load_bars(
     *,
     symbol: str | None = None,
     frequency: str | None = None,
+    calendar: CalendarSource = AUTO,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
+    adjust: Adjust = "none",
+    events: Frame | Paths | None = None,
+    universe: UniverseKind = "common",
+    delistings: Mapping[str, float] | None = None,
     validate: bool = True,
 ) -> Bars:
     """Read bars and check them.
@@ -59,10 +86,19 @@ def load_bars(
             or a pandas or Polars frame with the same columns. Times without a zone are UTC.
         symbol: the symbol to select if there are several, or its name if the files do not give one.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
+        calendar: when the market trades: "24/7"; "auto", inferred from the bars; "fx"; a name of exchange_calendars
+            like "XNYS"; a list of sessions, each a date or a pair of datetimes, open and close; or a .csv or .parquet
+            file of them. Bars are missing only where the calendar has them.
         gaps: "error" refuses missing bars; "split" keeps the bars and starts a new segment after each gap, which
             no episode crosses.
         volume_unit: "quote" says that the volume column counts quote units (dollars); it is divided by each bar's
             typical price, (high + low + close) / 3.
+        adjust: "splits", "dividends" or "all": prices and volumes before them are adjusted, from the columns dividend
+            and split of the bars or from `events`. "none": the prices are used as they are.
+        events: a file or frame with the columns date, dividend, split and, for several symbols, symbol.
+        universe: "common": a portfolio trades the times that all symbols have. "ragged": those that any has; members
+            are listed, halted and delisted, and the weights of absent ones are 0.
+        delistings: price of a symbol after its last bar, in a ragged universe; without one, its last close.
         validate: False checks the times only, not prices and volumes.
 
     Raises:
@@ -71,8 +107,16 @@ def load_bars(
     Warns:
         BarsWarning: the bars are usable and look suspicious.
     """
-    source = read_source(path, symbol=symbol)
-    report = check_source(source, frequency=frequency, gaps=gaps, volume_unit=volume_unit, times_only=not validate)
+    source = with_adjusted(read_source(path, symbol=symbol), adjust, events)
+    report = check_source(
+        source,
+        frequency=frequency,
+        calendar=calendar,
+        gaps=gaps,
+        volume_unit=volume_unit,
+        times_only=not validate,
+        universe=universe,
+    )
     if report.errors:
         raise BarsError(error_message(report))
     if source.dropped:
@@ -83,47 +127,74 @@ def load_bars(
         )
     for check in report.warnings:
         warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
-    return bars_of(source, report, volume_unit)
+    return bars_of(source, report, volume_unit, universe, delistings)
 
 
-def bars_of(source: Source, report: Report, volume_unit: VolumeUnit = "base") -> Bars:
+def bars_of(
+    source: Source,
+    report: Report,
+    volume_unit: VolumeUnit = "base",
+    universe: UniverseKind = "common",
+    delistings: Mapping[str, float] | None = None,
+) -> Bars:
     """The bars of a source whose report has no errors."""
+    check_choice("universe", universe, get_args(UniverseKind))
     frame = source.frame.drop("file", "row", "unreadable")
     if volume_unit == "quote":
         frame = frame.with_columns(pl.col("volume") / typical_price())
-    return Bars(with_segments(frame, report.frequency), report.frequency, source.name)
+    timetable = report.timetable
+    assert timetable is not None  # every check needs one
+    sessions = timetable.pace if timetable.has_sessions else None
+    if universe == "common":
+        if delistings:
+            raise BarsError(f"{source.name}: delistings need universe='ragged', in which symbols come and go")
+        return Bars(with_segments(frame, timetable), report.frequency, source.name, sessions=sessions)
+    frame = with_segments(frame, timetable, ragged=True)
+    members = universe_of(frame, delistings or {}, source.name)
+    return Bars(frame, report.frequency, source.name, sessions=sessions, universe=members)
+
+
+def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
+    """The source with its prices adjusted; see `load_bars`."""
+    frame = adjusted(source.frame, source.name, adjust, events)
+    return source if frame is source.frame else replace(source, frame=frame)
 
 
 def check_source(
     source: Source,
     *,
     frequency: str | None = None,
+    calendar: CalendarSource = AUTO,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     times_only: bool = False,
+    universe: UniverseKind = "common",
 ) -> Report:
     """Run every check, errors and warnings together; see `load_bars` for the arguments."""
-    return validate_frame(
+    report = validate_frame(
         source.frame.drop(source.extra),
         source.name,
         frequency=parse_frequency(frequency) if frequency else None,
+        calendar=calendar,
         gaps=gaps,
         volume_unit=volume_unit,
         times_only=times_only,
+        ragged=universe == "ragged",
         ignored=(*map(column_label, source.ignored), *(f"{name} (not in every file)" for name in source.dropped)),
         extra=source.extra,
     )
+    return replace(report, notes=(*report.notes, *source.notes))
 
 
 def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
     """Read the files of `path`, or the frame, and put each symbol's bars together."""
     if is_frame(path):
         name = frame_name(path)
-        tables = [Table.of(with_names(read_frame(path)), name, "bars")]
+        tables = [Table.of(rows_of_wide(with_names(read_frame(path))), name, "bars")]
     else:
         files, name = files_of(path), name_of(path)
         check_memory(files, name)
-        tables = [Table.of(read_file(file), str(file), symbol_of(file)) for file in files]
+        tables = [Table.of(rows_of_wide(with_one_time(read_file(file))), str(file), symbol_of(file)) for file in files]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     dropped = tuple(field for field in OPTIONAL if field in any_ - common)
@@ -139,7 +210,8 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
         begins = pl.col("time").drop_nulls().first().over("symbol", "file")
         frame = frame.sort("symbol", begins, maintain_order=True)
     ignored = dict.fromkeys(column for table in tables for column in table.ignored if column not in extra)
-    return Source(name, frame, extra, tuple(ignored), dropped)
+    filled = tuple(field for field in REQUIRED if any(field in table.filled for table in tables))
+    return Source(name, frame, extra, tuple(ignored), dropped, filled)
 
 
 @dataclass(frozen=True)
@@ -152,6 +224,8 @@ class Table:
     ignored: tuple[str, ...]
     """All columns that are not bars' fields."""
     names_symbols: bool
+    filled: tuple[str, ...] = ()
+    """Fields that the table does not have."""
 
     @staticmethod
     def of(raw: pl.DataFrame, path: str, symbol: str, first_row: int = 1) -> Table:
@@ -169,6 +243,8 @@ class Table:
                 f"{raw[fields['time']][0]!r}); write ISO like 2021-02-13 09:00, or seconds or milliseconds since 1970"
             )
         unreadable = _unreadable(raw, fields, columns)
+        for name in recognised.filled:
+            columns[name] = columns["close"] * 0.0 if name == "volume" else columns["close"]
         extra = extra_columns(raw, recognised.ignored)
         columns |= extra
         symbols = raw[fields["symbol"]].cast(pl.String) if "symbol" in fields else pl.lit(symbol)
@@ -179,7 +255,13 @@ class Table:
             symbol=symbols,
             **{name: pl.col(name) for name in columns},
         )
-        return Table(frame, tuple(extra), recognised.ignored, "symbol" in fields)
+        return Table(newest_last(frame), tuple(extra), recognised.ignored, "symbol" in fields, recognised.filled)
+
+
+def newest_last(frame: pl.DataFrame) -> pl.DataFrame:
+    """The rows in reverse where every symbol's newest come first, as some vendors write them; else as they are."""
+    falls = frame.select((pl.col("time").diff() < timedelta(0)).over("symbol").drop_nulls()).to_series()
+    return frame.reverse() if len(falls) and falls.all() else frame
 
 
 def table_symbol(raw: pl.DataFrame, otherwise: str) -> str:

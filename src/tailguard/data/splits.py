@@ -1,7 +1,8 @@
 """Splits by time, once or walking forward: parts that never overlap, with gaps between them.
 
 Sizes are bars (an int), fractions (a float) or durations (`"30d"`). A duration counts bars that exist: `"1d"` of hourly
-bars is 24 bars, with or without a hole in the data. All counting is on the times that every symbol has.
+bars is 24 bars, with or without a hole in the data. Where the market closes, days and weeks are those of the calendar:
+"7d" is a usual trading week. All counting is on the times that every symbol has.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from datetime import UTC, date, datetime, timedelta
 from tailguard.data.bars import Bars
 from tailguard.data.features import common_times, longest_warmup
 from tailguard.data.history import spans_of, warn_of_uncommon_bars
+from tailguard.data.pace import Pace
 from tailguard.data.windows import (
     Size,
     Windows,
@@ -83,9 +85,17 @@ def split_bars(
         warn: issue a `BarsWarning` for bars that are left out because not all symbols have them.
     """
     times = traded_times(bars)
-    if warn:
+    if warn and bars.universe is None:
         warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
-    windows = split_times(times, bars.frequency, train=train, validation=validation, test=test, embargo=embargo)
+    windows = split_times(
+        times,
+        bars.frequency,
+        train=train,
+        validation=validation,
+        test=test,
+        embargo=embargo,
+        sessions=bars.sessions,
+    )
     history = _lead_in(bars, lead_in, times)
     return Split(*(_part(bars, times, part, history) for part in (windows.train, windows.validation, windows.test)))
 
@@ -98,9 +108,10 @@ def split_times(
     validation: Size | date = 0.15,
     test: Size | date = 0.15,
     embargo: Size = 0,
+    sessions: Pace | None = None,
 ) -> Windows:
     """Where the parts lie among the traded times, which rise; the arguments are those of `split_bars`."""
-    gap = size_in_bars("embargo", embargo, len(times), frequency, low=0)
+    gap = size_in_bars("embargo", embargo, len(times), frequency, 0, sessions)
     if any(_is_date(part) for part in (train, validation, test)):
         return _windows_at(times, train, validation, test, gap)
     usable = bars_beside_gaps(len(times), gap, gaps=2, parts=3)
@@ -109,9 +120,9 @@ def split_times(
         train = None
     return split_windows(
         len(times),
-        train=None if train is None else _bars("train", train, usable, frequency),
-        validation=_bars("validation", validation, usable, frequency),
-        test=_bars("test", test, usable, frequency),
+        train=None if train is None else _bars("train", train, usable, frequency, sessions),
+        validation=_bars("validation", validation, usable, frequency, sessions),
+        test=_bars("test", test, usable, frequency, sessions),
         gap=gap,
     )
 
@@ -146,21 +157,23 @@ def walk_forward(
         lead_in: as in `split_bars`.
     """
     times = traded_times(bars)
-    warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
+    if bars.universe is None:
+        warn_of_uncommon_bars(bars.source, spans_of(bars), len(common_times(bars)))
     if isinstance(folds, bool) or not isinstance(folds, int) or folds < 1:
         raise ConfigError(f"folds={folds!r} must be a whole number, 1 or more")
     gap = sum(
-        size_in_bars(name, size, len(times), bars.frequency, low=0)
+        size_in_bars(name, size, len(times), bars.frequency, 0, bars.sessions)
         for name, size in (("purge", purge), ("embargo", embargo))
     )
     gaps = 1 if validation == 0 else 2
     usable = bars_beside_gaps(len(times), gap, gaps, parts=folds + gaps)
+    scale = (bars.frequency, bars.sessions)
     windows = walk_forward_windows(
         len(times),
         folds=folds,
-        train=None if train is None else _bars("train", train, usable, bars.frequency),
-        test=None if test is None else _bars("test", test, usable, bars.frequency),
-        validation=0 if validation == 0 else _bars("validation", validation, usable, bars.frequency),
+        train=None if train is None else _bars("train", train, usable, *scale),
+        test=None if test is None else _bars("test", test, usable, *scale),
+        validation=0 if validation == 0 else _bars("validation", validation, usable, *scale),
         gap=gap,
         expanding=expanding,
     )
@@ -226,15 +239,15 @@ def _date(name: str, boundary: Size | date) -> datetime:
     return boundary.replace(tzinfo=UTC) if boundary.tzinfo is None else boundary.astimezone(UTC)
 
 
-def _bars(name: str, size: Size | date, usable: int, frequency: timedelta) -> int:
+def _bars(name: str, size: Size | date, usable: int, frequency: timedelta, sessions: Pace | None) -> int:
     assert not isinstance(size, date)
-    return size_in_bars(name, size, usable, frequency)
+    return size_in_bars(name, size, usable, frequency, sessions=sessions)
 
 
 def _lead_in(bars: Bars, lead_in: Size | None, times: list[datetime]) -> int:
     if lead_in is None:
         return longest_warmup(bars)
-    return size_in_bars("lead_in", lead_in, len(times), bars.frequency, low=0)
+    return size_in_bars("lead_in", lead_in, len(times), bars.frequency, 0, bars.sessions)
 
 
 def _part(bars: Bars, times: list[datetime], window: range, lead_in: int) -> Bars:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 
 import polars as pl
 
-from tailguard.data.checks import PRICES, sound_prices
+from tailguard.data.calendars import Timetable
+from tailguard.data.checks import PRICES, sound_prices, with_missing
 from tailguard.data.findings import Check, Row, judge, number
 
 STALE_BARS = 3
@@ -30,12 +30,13 @@ SCALE_BARS = 101
 """Bars around each one that give its robust standard deviation."""
 
 
-def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
+def check_stale(bars: pl.DataFrame, timetable: Timetable) -> Check:
     """No run of bars repeats itself. Bars without trade are left to `check_empty`."""
     columns = (*PRICES, "volume")
     repeats = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in columns)
     traded = (pl.col("volume") > 0) | (pl.col("high") > pl.col("low"))
-    same = bars.select((repeats & traded & (pl.col("time").diff() == frequency)).fill_null(False)).to_series()
+    followed = with_missing(bars, timetable)
+    same = followed.select((repeats & traded & (pl.col("missing") == 0)).fill_null(False)).to_series()
     runs = _runs(same).filter(pl.col("length") >= STALE_BARS - 1)
     # A run of n repeats starts with the repeated bar.
     stale = _rows_at(bars, runs.with_columns(pl.col("start") - 1, pl.col("length") + 1))
@@ -57,6 +58,8 @@ def check_stale(bars: pl.DataFrame, frequency: timedelta) -> Check:
 
 def check_empty(bars: pl.DataFrame) -> Check:
     """No long run of bars without volume."""
+    if (bars["volume"] == 0).all():
+        return Check("zero volume", "ok", "no volume in the bars at all")
     runs = _runs((bars["volume"] == 0).fill_null(False)).filter(pl.col("length") >= EMPTY_BARS)
     return judge(
         "zero volume",
@@ -70,13 +73,13 @@ def check_empty(bars: pl.DataFrame) -> Check:
     )
 
 
-def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check]:
+def check_spikes(bars: pl.DataFrame, timetable: Timetable) -> tuple[Check, Check]:
     """No price jumps away and back within one bar, and no return is extreme.
 
     Both are measured in robust standard deviations: 1.4826 times the median absolute log return of the bars around,
     and never less than the mean absolute return of all bars.
     """
-    judged = _with_moves(bars, frequency)
+    judged = _with_moves(bars, timetable)
     spikes = judged.filter(pl.col("spike").is_not_null())
 
     def describe_spike(row: Row) -> str:
@@ -88,7 +91,7 @@ def check_spikes(bars: pl.DataFrame, frequency: timedelta) -> tuple[Check, Check
         split = split_ratio(row["before"], row["open"])
         return f"{text}: probably a split of {split}" if split else text
 
-    # Between two bars the price of a market that trades around the clock hardly moves: half or twice is a split.
+    # Between a close and the next open, over a night too, prices hardly move by half: that is a split.
     overnight = (pl.col("open") / pl.col("before")).log().abs()
     halved = (overnight > SPLIT_MOVE) & (overnight > SPLIT_SIGMAS * pl.col("scale")) & pl.col("move").is_not_null()
     extreme = judged.filter(
@@ -131,19 +134,21 @@ def split_ratio(before: float, after: float) -> str | None:
     return f"{whole}:1" if before > after else f"1:{whole}"
 
 
-def _with_moves(bars: pl.DataFrame, frequency: timedelta) -> pl.DataFrame:
+def _with_moves(bars: pl.DataFrame, timetable: Timetable) -> pl.DataFrame:
     """`bars` with `before` (close of the bar before), `move` (log return), `scale`, `spike` and `beside`.
 
     `spike` names the price that spikes, null where none does; `beside` is the nearest price beside the spike. Moves
     from or to an invalid price, or across a gap, are null.
     """
     close = pl.when(sound_prices()).then(pl.col("close"))
-    move = pl.when(pl.col("time").diff() == frequency).then(close.log().diff())
+    move = pl.when(pl.col("missing") == 0).then(close.log().diff())
     # The few missing moves count as 0: the rolling median is five times as fast without nulls.
     size = pl.col("move").abs().fill_null(0.0)
     around = 1.4826 * size.rolling_median(SCALE_BARS, min_samples=SCALE_BARS // 5, center=True)
-    frame = bars.with_columns(move=move, before=pl.col("close").shift()).with_columns(
-        scale=pl.max_horizontal(around, size.mean())
+    frame = (
+        with_missing(bars, timetable)
+        .with_columns(move=move, before=pl.col("close").shift())
+        .with_columns(scale=pl.max_horizontal(around, size.mean()))
     )
     threshold = JUMP_SIGMAS * pl.col("scale")
     back = pl.col("move").shift(-1)

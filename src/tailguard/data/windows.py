@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from datetime import timedelta
 
+from tailguard.data.pace import Pace
 from tailguard.errors import ConfigError
 
 Size = int | float | str
@@ -32,10 +33,16 @@ def parse_size(text: float | str) -> Size:
         return text
 
 
-def size_in_bars(name: str, size: Size, count: int, frequency: timedelta, low: int = 1) -> int:
-    """`size` as a number of bars, at least `low`; a fraction is of `count` and is rounded down."""
+def size_in_bars(
+    name: str, size: Size, count: int, frequency: timedelta, low: int = 1, sessions: Pace | None = None
+) -> int:
+    """`size` as a number of bars, at least `low`; a fraction is of `count` and is rounded down.
+
+    `sessions`: the pace of a market that closes. Days and weeks are then days of the calendar, "7d" the bars of a usual
+    trading week; hours and minutes are trading time.
+    """
     if isinstance(size, str):
-        bars = _duration_in_bars(name, size, frequency)
+        bars = _duration_in_bars(name, size, frequency, sessions)
     elif isinstance(size, float):
         if not 0 < size < 1:
             raise ConfigError(f"{name}={size!r}: a fraction lies between 0 and 1; write a number of bars as an int")
@@ -119,11 +126,13 @@ def walk_forward_windows(
     return windows
 
 
-def _duration_in_bars(name: str, size: str, frequency: timedelta) -> int:
+def _duration_in_bars(name: str, size: str, frequency: timedelta, sessions: Pace | None) -> int:
     match = re.fullmatch(r"(\d+) ?([mhdw])", size)
     if match is None:
         raise ConfigError(f"{name}={size!r} is not a duration; write a number and m, h, d or w, such as '30d'")
     duration = int(match[1]) * UNITS[match[2]]
+    if sessions is not None and match[2] in "dw":
+        return max(min(1, int(match[1])), round(duration / UNITS["w"] * sessions.per_week))
     if duration % frequency:
         raise ConfigError(f"{name}={size!r} is not a whole number of bars of {frequency}")
     return duration // frequency

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard import market as simulator
+from tailguard.data.panel import Panel
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.shield import Shield
+from tailguard.errors import ConfigError
 from tailguard.market import Market, MarketState, Transition
 from tailguard.market.state import where as market_where
 
@@ -79,6 +84,11 @@ class TradingTask:
     shield: Shield | None = None
     volatility_factors: Tensor | None = None
     """Factor on each asset's weight by recent volatility, [R, A] float32; None: no scaling."""
+    holdable: Tensor | None = None
+    """Assets that a decision at each row may hold, [R, A] bool; None: all, always."""
+    flat_rows: Tensor | None = None
+    """Rows at whose close all positions are sold: the next bar is the last of its session, [R] bool; None: positions
+    are carried over nights and weekends."""
 
     @property
     def observation_names(self) -> tuple[str, ...]:
@@ -118,11 +128,16 @@ class TradingTask:
             action = action.clamp(min=0)
         gross = action.abs()
         gross = gross if gross.shape[1] == 1 else gross.sum(-1, keepdim=True)
+        if action.requires_grad and not may_hold_any(gross >= 1):
+            return action * config.leverage  # the same numbers and slopes, with a shorter graph
         return action * (config.leverage / gross.clamp(min=1))
 
     def weights_of_one(self, action: Sequence[float], row: int) -> list[float]:
         """The weights of one account before its shield, in plain numbers, [A]: a backtest calls it at every bar."""
         config = self.market.config
+        if self.holdable is not None:
+            there = self.holdable[row].tolist()
+            action = [share if held else 0.0 for share, held in zip(action, there, strict=True)]
         if not config.allow_short:
             action = [max(share, 0.0) for share in action]
         gross = sum([abs(share) for share in action])
@@ -135,9 +150,14 @@ class TradingTask:
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
         """Target weights [N, A] for actions in this state, and where the shield reduced them, [N] bool."""
+        if self.holdable is not None:
+            # Before they are scaled down together: an absent asset takes no share of the leverage.
+            action = action * self.holdable.index_select(0, state.market.row)
         weights = self.to_weights(action)
         if self.volatility_factors is not None:
             weights = weights * self.volatility_factors.index_select(0, state.market.row)
+        if self.flat_rows is not None:
+            weights = weights.masked_fill(self.flat_rows.index_select(0, state.market.row).unsqueeze(1), 0)
         if self.shield is None:
             return weights, torch.zeros_like(state.age, dtype=torch.bool)
         return self.shield.apply(weights, state.market.equity, state.start_equity)
@@ -164,6 +184,30 @@ class TradingTask:
         else:
             reward = transition.net * (state.market.equity / state.start_equity)
         return reward.float()
+
+
+def holdable_assets(panel: Panel, available: NDArray[np.bool_] | None = None) -> Tensor | None:
+    """Assets that a decision at each row may hold, [R, A] bool: listed at this close and at the next open.
+
+    `available`: further limits them to those whose features are known. None where all assets are always listed.
+    """
+    if panel.listed is None:
+        return None
+    now = panel.listed if available is None else panel.listed & available
+    return torch.from_numpy(now & np.vstack([panel.listed[1:], panel.listed[-1:]]))
+
+
+def rows_before_session_ends(panel: Panel) -> Tensor:
+    """Rows at whose close an account that is flat by the close sells everything, [R] bool.
+
+    Orders fill at the next open, so positions are sold at the open of the session's last bar and never carried over a
+    closure. What the volume cap leaves unfilled is carried.
+    """
+    if panel.sessions is None or panel.sessions.per_day <= 1:
+        kind = "trades around the clock" if panel.sessions is None else "has daily bars"
+        raise ConfigError(f"flat_by_close: {', '.join(panel.symbols)} {kind}, so there is no close to be flat by")
+    ends = torch.from_numpy(panel.session_ends)
+    return torch.cat((ends[1:], ends.new_zeros(1)))
 
 
 def episode_starts(task_rows: Tensor, usable: Tensor, segment: Tensor, episode_length: int) -> Tensor:

@@ -27,7 +27,7 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
 from tailguard.market import MarketConfig
-from tailguard.market.tables import COLUMNS, TABLE_SETTINGS, Market, as_tensor, market_of_table
+from tailguard.market.tables import TABLE_SETTINGS, Market, as_tensor, market_of_table, table_columns
 from tailguard.places import recover
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ PRICES = ("open", "high", "low", "close", "volume", "funding")
 PartName = Literal["train", "validation", "test"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MappedBars(PreparedBars):
     """Training bars on disk, with the precomputed table of the market."""
 
@@ -230,13 +230,14 @@ class PreparedMarket:
 
 def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequency_ms: int) -> Panel:
     """The panel of these arrays by name."""
+    prices: dict[str, Any] = {name: arrays[name] for name in PRICES if name in arrays}
     return Panel(
         time=arrays["time"],
         segment=arrays["segment"],
         tradeable=arrays["tradeable"],
         symbols=tuple(symbols),
         frequency_ms=frequency_ms,
-        **{name: arrays[name] for name in PRICES if name in arrays},
+        **prices,
     )
 
 
@@ -331,7 +332,7 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
     rows, assets = mapped.panel.rows, mapped.panel.assets
     expected = {
         "features": (mapped.features.shape, (rows, len(mapped.names))),
-        "table": (mapped.table.shape, (len(COLUMNS), rows, assets)),
+        "table": (mapped.table.shape, (len(table_columns(mapped.config)), rows, assets)),
         "usable": (mapped.usable.shape, (rows,)),
         "segment": (mapped.panel.segment.shape, (rows,)),
         "stretches": (mapped.stretches.shape[1:], (2,)),

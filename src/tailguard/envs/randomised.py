@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.data.prepare import PreparedBars
+from tailguard.data.prepare import PreparedBars, join_available
 from tailguard.errors import ConfigError
 from tailguard.validate import check_range
 
@@ -56,6 +56,7 @@ def randomise(clean: PreparedBars, faulty: Sequence[PreparedBars], probability: 
         names=first.names,
         usable=np.tile(usable, len(copies)),
         scaler=first.scaler,
+        available=join_available([copy.available for copy in copies]),
         seen_close=np.concatenate([copy.seen_panel.close for copy in copies]),
         feeds=len(faulty),
         probability=probability,

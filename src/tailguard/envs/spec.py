@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
-from tailguard.envs.episodes import Reward, TradingTask
+from tailguard.envs.episodes import Reward, TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.trading import TradingEnv
@@ -65,6 +66,14 @@ class TradingSpec:
     training_bars: TrainingBars | None = None
     """None: not known, as for agents that were saved before it was kept."""
     volatility: VolatilityScaling | None = None
+    flat_by_close: bool = False
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(self.frequency_ms)
 
     @classmethod
     def of(cls, env: TradingEnv) -> TradingSpec:
@@ -78,6 +87,8 @@ class TradingSpec:
             shield=env.task.shield,
             training_bars=TrainingBars.of(env.prepared),
             volatility=env.volatility,
+            flat_by_close=env.task.flat_rows is not None,
+            sessions=env.prepared.panel.sessions,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,6 +103,8 @@ class TradingSpec:
             "shield": None if self.shield is None else asdict(self.shield),
             "training_bars": None if self.training_bars is None else asdict(self.training_bars),
             "volatility": None if self.volatility is None else asdict(self.volatility),
+            "flat_by_close": self.flat_by_close,
+            "sessions": None if self.sessions is None else asdict(self.sessions),
         }
 
     def check_fits(self, panel: Panel) -> None:
@@ -117,8 +130,9 @@ class TradingSpec:
         bars = None if seen is None else TrainingBars.from_dict(seen)
         scaled = state.get("volatility")
         volatility = None if scaled is None else VolatilityScaling(scaled["half_life"], tuple(scaled["reference"]))
+        pace = state.get("sessions")
         parts = {"scaler": scaler, "market": market, "shield": shield, "training_bars": bars, "volatility": volatility}
-        return cls(**{**state, **parts})
+        return cls(**{**state, **parts, "sessions": None if pace is None else Pace.from_dict(pace)})
 
 
 def task_for(
@@ -141,4 +155,6 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         reward=spec.reward,
         shield=spec.shield,
         volatility_factors=volatility_factors(spec.volatility, prepared.seen_panel, features.device),
+        holdable=holdable_assets(prepared.panel, prepared.available),
+        flat_rows=rows_before_session_ends(prepared.panel) if spec.flat_by_close else None,
     )

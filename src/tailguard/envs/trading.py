@@ -13,7 +13,16 @@ from torch import Tensor
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.device_ops import may_hold_any
-from tailguard.envs.episodes import REWARDS, EpisodeState, Reward, TradingTask, episode_starts, where
+from tailguard.envs.episodes import (
+    REWARDS,
+    EpisodeState,
+    Reward,
+    TradingTask,
+    episode_starts,
+    holdable_assets,
+    rows_before_session_ends,
+    where,
+)
 from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.randomisation import Randomisation, Variation, draw_variation
@@ -53,6 +62,7 @@ class TradingEnv:
         its median over these bars. 0: off.
     `randomisation`: random variation of the episodes, for training; None: none. Its copies of the bars are made by
         `tailguard.data.prepare.with_rescaled_copies`, before.
+    `flat_by_close`: sell everything at the open of each session's last bar, so that nothing is carried over a closure.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -75,6 +85,7 @@ class TradingEnv:
         shield: Shield | None = None,
         volatility_half_life: int = 0,
         randomisation: Randomisation | None = None,
+        flat_by_close: bool = False,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -97,6 +108,7 @@ class TradingEnv:
         own_bars = prepared.panel.rows_between(0, prepared.own_rows)
         self.volatility = VolatilityScaling.fit(own_bars, volatility_half_life) if volatility_half_life else None
         self.randomisation = randomisation if randomisation is not None and randomisation.varies_episodes else None
+        holdable = holdable_assets(prepared.panel, prepared.available)
         self.task = TradingTask(
             market=market,
             features=as_tensor(prepared.features).to(self.device),
@@ -105,6 +117,8 @@ class TradingEnv:
             reward=reward,
             shield=shield,
             volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, self.device),
+            holdable=None if holdable is None else holdable.to(self.device),
+            flat_rows=rows_before_session_ends(prepared.panel).to(self.device) if flat_by_close else None,
         )
         self.starts = self._find_starts(prepared, episode_length).to(self.device)
         self.stagger = stagger

@@ -68,6 +68,7 @@ def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
         shielded=np.asarray(np.stack(shielded).any(0)),
         liquidated=any(result.liquidated for result in results),
         bars_per_year=results[0].bars_per_year,
+        sessions=results[0].sessions,
         symbols=tuple(symbol for result in results for symbol in result.symbols),
         throttle=np.mean(throttles, axis=0) if throttles else None,
     )

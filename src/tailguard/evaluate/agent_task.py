@@ -13,7 +13,7 @@ from torch import Tensor
 from tailguard.data.panel import Panel
 from tailguard.envs.episodes import TradingTask
 from tailguard.envs.spec import TradingSpec, task_for
-from tailguard.experiment.feed import task_under
+from tailguard.experiment.faulty_feed import task_under
 from tailguard.market import MarketConfig
 from tailguard.robust.feed import Feed, parse_feed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -12,21 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
-from tailguard.envs.episodes import TradingTask
+from tailguard.envs.episodes import TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.agent_task import Conditions, agent_task, as_feed
-from tailguard.evaluate.baselines import HOLD, Policy
-from tailguard.evaluate.deciders import (
-    AgentDecider,
-    ArrayDecider,
-    Decider,
-    EpisodeWindow,
-    FunctionDecider,
-    check_target,
-)
-from tailguard.experiment.feed import market_config, market_panel, seen_bars
+from tailguard.evaluate.baselines import Policy
+from tailguard.evaluate.deciders import AgentDecider, ArrayDecider, Decider, FunctionDecider
+from tailguard.evaluate.decision import DecisionMemory, decide
+from tailguard.experiment.faulty_feed import market_config, market_panel, seen_bars
 from tailguard.market import MarketConfig, MarketState, build_market, step
 from tailguard.market.serial import SerialAccount, check_agreement
 from tailguard.models.inference import PredictPolicy, StepPolicy
@@ -104,6 +98,13 @@ class BacktestResult:
     symbols: tuple[str, ...]
     throttle: Float | None = None
     """Factor of the agent's throttle on its exposure, [T]; None without one. `targets` are those after it."""
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.around_the_clock(self.bars_per_year)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -111,10 +112,10 @@ class BacktestResult:
 
         `tailguard.evaluate.metrics` and docs/evaluation.md define each one.
         """
-        per_day = self.bars_per_year / metrics.DAYS_PER_YEAR
+        per_day = self.pace.per_day
         gross = np.abs(self.weights).sum(-1)
         return {
-            **metrics.track_record(self.equity, self.net, self.bars_per_year),
+            **metrics.track_record(self.equity, self.net, self.pace),
             "turnover_per_day": float(self.turnover.mean() * per_day),
             "exposure": float(gross.mean()),
             "net_exposure": float(self.weights.sum(-1).mean()),
@@ -184,6 +185,7 @@ def backtest(
     progress_bar: bool = True,
     warn_in_sample: bool = True,
     throttle: bool = True,
+    flat_by_close: bool = False,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -198,11 +200,12 @@ def backtest(
     prices.
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
     `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
+    `flat_by_close`: sell everything at the open of each session's last bar; an agent does as it was trained.
     `throttle`: reduce the exposure of an agent that has a throttle by the losses that it makes on these bars.
 
     An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
-    whenever it ends, while the account continues. Before each gap in the bars all positions are closed. A
-    liquidated account stays flat.
+    whenever it ends, while the account continues. Before each gap in the bars all positions are closed; they are
+    carried over nights, weekends and holidays of the market's calendar. A liquidated account stays flat.
     """
     check_count("delay", delay, low=0)
     check_range("noise", noise, low=0)
@@ -213,7 +216,7 @@ def backtest(
         task, usable, panel = agent_task(policy.spec, bars, config, dtype, Conditions(noise, seed, feed))
         if warn_in_sample and policy.spec.training_bars is not None:
             _warn_in_sample(policy.spec.training_bars, panel)
-        decide: Decider = AgentDecider(_step_policy(policy), task, panel)
+        decider: Decider = AgentDecider(step_policy(policy), task, panel)
     else:
         if noise:
             raise ConfigError(f"noise: {noise:g} perturbs the features an agent sees; this policy sees none")
@@ -223,10 +226,18 @@ def backtest(
             panel, seen = market_panel(bars, feed, config, "portfolio"), seen_bars(bars, feed).panel("portfolio")
         market = build_market(panel, config, dtype=dtype)
         usable = np.ones(panel.rows, bool)
-        task = TradingTask(market, torch.zeros(panel.rows, 0), (), episode_length=panel.rows)
-        decide = FunctionDecider(policy, seen) if callable(policy) else ArrayDecider(policy, panel)
+        flat_rows = rows_before_session_ends(panel) if flat_by_close else None
+        task = TradingTask(
+            market,
+            torch.zeros(panel.rows, 0),
+            (),
+            episode_length=panel.rows,
+            holdable=holdable_assets(panel),
+            flat_rows=flat_rows,
+        )
+        decider = FunctionDecider(policy, seen) if callable(policy) else ArrayDecider(policy, panel)
     control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None
-    return _run(task, decide, panel, usable, delay, progress_bar, control)
+    return _run(task, decider, panel, usable, delay, progress_bar, control)
 
 
 def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
@@ -247,7 +258,7 @@ def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
     )
 
 
-def _step_policy(agent: BacktestAgent) -> StepPolicy:
+def step_policy(agent: BacktestAgent) -> StepPolicy:
     """The agent as it is asked bar by bar: by its `inference_policy` if it has one, else by `predict`."""
     make = getattr(agent, "inference_policy", None)
     return PredictPolicy(agent) if make is None else make()
@@ -264,7 +275,7 @@ def _stretches(panel: Panel, usable: NDArray[np.bool_]) -> Iterator[tuple[int, i
 
 def _run(
     task: TradingTask,
-    decide: Decider,
+    decider: Decider,
     panel: Panel,
     usable: NDArray[np.bool_],
     delay: int,
@@ -279,48 +290,24 @@ def _run(
         )
     course = _Course.empty(np.concatenate([np.arange(begin, end) for begin, end in stretches]), panel.assets)
     account = SerialAccount(task.market, stretches[0][0])
-    flat = [0.0] * panel.assets
-    shield, config = task.shield, task.market.config
+    memory = DecisionMemory.start(account.equity, throttle)
     done, liquidated = 0, False
-    # The throttle counts traded bars: a gap begins the agent's window anew, and must not hide the losses before it.
-    realised = EpisodeWindow(account.equity, account.equity)
     with DelayedBar("backtest", len(course.rows), shown=progress_bar) as bar, torch.inference_mode():
         for stretch, (begin, end) in enumerate(stretches):
             account.row = begin
             goes_on = stretch + 1 < len(stretches)
-            waiting = deque([[HOLD] * panel.assets] * delay)
-            window = EpisodeWindow(account.equity, account.equity)
+            memory.begin_stretch(account.equity, panel.assets, delay)
             for row in range(begin, end):
-                if window.age >= task.episode_length:
-                    window = EpisodeWindow(account.equity, account.equity)
-                if throttle is not None and realised.age >= task.episode_length:
-                    throttle.observe(account.equity / realised.start_equity - 1)
-                    realised = EpisodeWindow(account.equity, account.equity)
-                if liquidated or (goes_on and row == end - 1):
-                    target = flat
-                else:
-                    asked = decide(account, window, first=done == 0)
-                    check_target(asked, panel, row, config)
-                    waiting.append(asked)
-                    target = waiting.popleft()
-                if throttle is not None:
-                    course.throttle[done] = throttle.factor
-                    target = [weight * throttle.factor for weight in target]
-                if shield is not None and any(target) and not np.isnan(target).any():
-                    equity, start = (
-                        torch.tensor([value], dtype=torch.float64) for value in (account.equity, window.start_equity)
-                    )
-                    weights, held_back = shield.apply(torch.tensor([target], dtype=torch.float64), equity, start)
-                    target, course.shielded[done] = weights[0].tolist(), bool(held_back)
+                flat = liquidated or (goes_on and row == end - 1)
+                decision = decide(decider, task, panel, account, memory, flat=flat)
+                course.throttle[done], course.shielded[done] = decision.throttle, decision.shielded
                 course.equity[done], course.weights[done], course.targets[done] = (
                     account.equity,
                     account.weights,
-                    target,
+                    decision.target,
                 )
-                liquidated |= account.step(target)
-                window.age += 1
-                realised.age += 1
-                window.peak_equity = max(window.peak_equity, account.equity)
+                liquidated |= account.step(decision.target)
+                memory.end_bar(account.equity)
                 done += 1
                 if not done % 256:
                     bar.show(done)
@@ -385,6 +372,7 @@ def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) ->
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,
+        sessions=panel.sessions,
     )
 
 

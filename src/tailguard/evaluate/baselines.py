@@ -50,6 +50,9 @@ class Moment:
     unfilled: Float | None = None
     """Unfilled part of the last order, as shares of equity, positive to buy, [A]; None: nothing."""
 
+    listed: NDArray[np.bool_] | None = None
+    """Which assets are listed, [A], where members of the universe come and go; None: all. Targets of others are 0."""
+
     @property
     def waiting(self) -> NDArray[np.bool_]:
         """Assets whose last order was not completely filled, [A]."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tailguard.data.windows import size_in_bars
 from tailguard.errors import ConfigError
 from tailguard.evaluate.bootstrap import RESAMPLES, Interval, Resampled, cvar_statistic, resampled
-from tailguard.evaluate.metrics import DAYS_PER_YEAR, horizon_drawdowns, horizon_returns
+from tailguard.evaluate.metrics import horizon_drawdowns, horizon_returns
 from tailguard.evaluate.tail_simulation import tail_deviations
 from tailguard.validate import check_choice, check_count, check_range
 
@@ -210,8 +210,10 @@ def check_limit(
 
 def check_budget(result: BacktestResult, budget: Budget, seed: int = 0) -> BudgetCheck | None:
     """The verdict on a budget; None where the record has too few windows."""
-    frequency = timedelta(days=DAYS_PER_YEAR / result.bars_per_year)
-    horizon = size_in_bars("horizon", budget.horizon, len(result.net), frequency)
+    frequency = timedelta(days=result.pace.bar_days)
+    if result.sessions is not None and len(result.time) > 1:
+        frequency = timedelta(milliseconds=int(np.diff(result.time).min()))
+    horizon = size_in_bars("horizon", budget.horizon, len(result.net), frequency, sessions=result.sessions)
     if len(result.equity) <= horizon + FEWEST_WINDOWS:
         return None
     return check_limit(

@@ -5,6 +5,7 @@ Each decider returns target weights [A] for the next open as a list of plain num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +18,6 @@ from tailguard.envs.episodes import TradingTask, account_fields
 from tailguard.errors import ConfigError, TailguardError
 from tailguard.evaluate.baselines import Moment, Policy
 from tailguard.market.config import MarketConfig
-from tailguard.market.serial import SerialAccount
 from tailguard.models.inference import StepPolicy
 
 Float = NDArray[np.float64]
@@ -33,23 +33,52 @@ class EpisodeWindow:
     """Bars traded since it began."""
 
 
+class AccountView(Protocol):
+    """What a decision may know of an account: a simulated one, or one at a venue."""
+
+    @property
+    def row(self) -> int:
+        """Row of the bar that has just closed."""
+        ...
+
+    @property
+    def equity(self) -> float:
+        """At that close, as a multiple of the starting capital."""
+        ...
+
+    @property
+    def weights(self) -> Sequence[float]:
+        """Position values at that close as shares of equity, [A]."""
+        ...
+
+    @property
+    def unfilled(self) -> Sequence[float]:
+        """Unfilled part of each order in the last bar, as a share of the equity before it, [A]."""
+        ...
+
+
 class Decider(Protocol):
     """Returns target weights [A] for the next open; NaN holds."""
 
-    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]: ...
+    def __call__(self, account: AccountView, window: EpisodeWindow, first: bool) -> list[float]: ...
 
 
 class AgentDecider:
     """Gives the policy the same observations as in training; its memory is reset where a window starts."""
 
     def __init__(self, policy: StepPolicy, task: TradingTask, panel: Panel) -> None:
-        self.policy, self.task, self.panel = policy, task, panel
-        self._features = task.features.numpy()
+        self.policy = policy
+        self.read(task, panel)
         self._count = self._features.shape[1]
         self._observation = torch.zeros(1, task.observation_size)
         self._row = self._observation.numpy()[0]
 
-    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def read(self, task: TradingTask, panel: Panel) -> None:
+        """Decide on these bars from now on: those so far and new ones after them."""
+        self.task, self.panel = task, panel
+        self._features = task.features.numpy()
+
+    def __call__(self, account: AccountView, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         self._row[: self._count] = self._features[account.row]
         self._row[self._count :] = (
             *account.weights,
@@ -78,7 +107,7 @@ class FunctionDecider:
     def __init__(self, policy: Policy, panel: Panel) -> None:
         self.policy, self.panel = policy, panel
 
-    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def __call__(self, account: AccountView, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         panel, row = self.panel, account.row
         until = slice(None, row + 1)
         moment = Moment(
@@ -94,6 +123,7 @@ class FunctionDecider:
             equity=account.equity,
             bars_per_year=panel.bars_per_year,
             unfilled=np.array(account.unfilled),
+            listed=None if panel.listed is None else panel.listed[row],
         )
         target = np.asarray(self.policy(moment), dtype=np.float64)
         if target.shape != (panel.assets,):
@@ -117,7 +147,7 @@ class ArrayDecider:
                 f"a row for each bar, lead-in included, and a column for each of {', '.join(panel.symbols)}"
             )
 
-    def __call__(self, account: SerialAccount, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
+    def __call__(self, account: AccountView, window: EpisodeWindow, first: bool) -> list[float]:  # noqa: ARG002 (see Decider)
         weights: list[float] = self.targets[account.row].tolist()
         return weights
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from tailguard.data.pace import Pace
+
 if TYPE_CHECKING:
     from tailguard.evaluate.backtest import BacktestResult
     from tailguard.evaluate.bootstrap import Interval
@@ -66,18 +68,27 @@ def years_in_words(value: float) -> str:
     return f"{value:.1f} years" if value < 10 else f"{value:.0f} years"
 
 
-def short_window(bars: int, bars_per_year: float) -> str:
+def short_window(bars: int, pace: Pace | float) -> str:
     """A number of bars as a unit of time: wk, d, 3d, h, 5h, or 7 bars."""
-    count, unit = whole_units(bars, bars_per_year)
+    count, unit = whole_units(bars, pace)
     if unit == "bars":
         return f"{count} bars"
     short = {"weeks": "wk", "days": "d", "hours": "h"}[unit]
     return short if count == 1 else f"{count}{short}"
 
 
-def whole_units(bars: int, bars_per_year: float) -> tuple[int, str]:
-    """A number of bars as a whole number of weeks, days or hours, the longest that fits; else of bars."""
-    hours = bars * 365.25 * 24 / bars_per_year
+def whole_units(bars: int, pace: Pace | float) -> tuple[int, str]:
+    """A number of bars as a whole number of weeks, days or hours, the longest that fits; else of bars.
+
+    Weeks and days are those in which the market trades. `pace`: see `metrics.horizons`.
+    """
+    pace = Pace.of(pace)
+    if pace.has_sessions:
+        for name, length in (("weeks", pace.per_week), ("days", pace.per_day)):
+            if bars % length == 0:
+                return round(bars / length), name
+        return bars, "bars"
+    hours = bars * 365.25 * 24 / pace.per_year
     for name, length in (("weeks", 168), ("days", 24), ("hours", 1)):
         count = hours / length
         if abs(count - round(count)) < 1e-6 and round(count) >= 1:

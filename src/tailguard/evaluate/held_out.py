@@ -18,7 +18,7 @@ from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
 from tailguard.evaluate.backtest import BacktestAgent
-from tailguard.experiment.feed import task_under
+from tailguard.experiment.faulty_feed import task_under
 from tailguard.market import open_accounts
 from tailguard.risk.config import RiskMeasure
 from tailguard.robust.feed import Feed

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.pace import DAYS_PER_YEAR, Pace
+
 Float = NDArray[np.float64]
 Times = NDArray[np.int64]
 
 TAIL_LEVELS = (0.01, 0.05, 0.10)
 """Shares of the worst outcomes whose VaR and CVaR `track_record` gives."""
-DAYS_PER_YEAR = 365.25
 
 
 def growth_per_year(equity: Float, bars_per_year: float) -> float:
@@ -266,9 +267,13 @@ def _standardised_moment(returns: Float, order: int) -> float:
     return float(np.mean(centred**order)) / deviation**order if deviation > 0 else math.nan
 
 
-def horizons(bars_per_year: float) -> dict[str, int]:
-    """Bars in a bar, a day and a week; a horizon shorter than a bar is left out."""
-    lengths = {name: days * bars_per_year / DAYS_PER_YEAR for name, days in (("day", 1), ("week", 7))}
+def horizons(pace: Pace | float) -> dict[str, int]:
+    """Bars in a bar, a day and a week; a horizon shorter than a bar is left out.
+
+    `pace`: a number is the bars per year of a market that trades around the clock.
+    """
+    pace = Pace.of(pace)
+    lengths = {"day": pace.per_day, "week": pace.per_week}
     # The tolerance is the rounding of bars per year, which makes a weekly bar slightly shorter than a week.
     return {"bar": 1} | {name: round(bars) for name, bars in lengths.items() if bars > 1 - 1e-9}
 
@@ -288,8 +293,12 @@ def tail_metrics(equity: Float, windows: Mapping[str, int], levels: Sequence[flo
     return metrics
 
 
-def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[str, float]:
-    """All metrics of equity [T + 1] and its per-bar returns [T]; lengths of drawdowns in days."""
+def track_record(equity: Float, returns: Float, pace: Pace | float) -> dict[str, float]:
+    """All metrics of equity [T + 1] and its per-bar returns [T]; lengths of drawdowns in days.
+
+    `pace`: see `horizons`.
+    """
+    bars_per_year = Pace.of(pace).per_year
     days_per_bar = DAYS_PER_YEAR / bars_per_year
     return {
         "total_return": float(equity[-1] / equity[0] - 1),
@@ -307,5 +316,5 @@ def track_record(equity: Float, returns: Float, bars_per_year: float) -> dict[st
         "tail_ratio": tail_ratio(returns),
         "hit_rate": hit_rate(returns),
         "profit_factor": profit_factor(returns),
-        **tail_metrics(equity, horizons(bars_per_year)),
+        **tail_metrics(equity, horizons(pace)),
     }

@@ -21,7 +21,19 @@ CUT_OFTEN = 0.02
 
 def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
     """Notes on results over these bars under these costs, in words, without a full stop."""
-    return [*_funding(results, bars, market), *_cut_orders(results, market), *_throttled(results)]
+    return [
+        *_closes_only(bars),
+        *_funding(results, bars, market),
+        *_cut_orders(results, market),
+        *_throttled(results),
+    ]
+
+
+def _closes_only(bars: Bars) -> list[str]:
+    frame = bars.frame
+    if any((frame[name] != frame["close"]).any() for name in ("open", "high", "low")):
+        return []
+    return ["the bars hold closes only, so orders fill at the next close and no price inside a bar is known"]
 
 
 def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
@@ -33,7 +45,7 @@ def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketCo
     return [
         f"on these bars {BUY_AND_HOLD} pays {percent(paid, sign=False)} of equity a year in funding: {why}, so "
         f"market.funding_rate, {100 * market.funding_rate:g} % per eight hours, is charged. "
-        "For spot set market.funding_rate=0"
+        "For spot set market.preset=crypto_spot, or market.funding_rate=0"
     ]
 
 

@@ -96,7 +96,7 @@ def tail_column(
     if budgets:
         first = next(iter(budgets.values()))
         what = "CVaR" if first.outcome == "return" else "fall"
-        heading = f"{what} {100 * first.alpha:g} %/{short_window(first.horizon, own.bars_per_year)}"
+        heading = f"{what} {100 * first.alpha:g} %/{short_window(first.horizon, own.pace)}"
         return heading, {
             name: percent(check.cvar.estimate) if check.tail_windows >= 1 else TOO_SHORT
             for name, check in budgets.items()
@@ -117,7 +117,7 @@ def tail_cell(result: BacktestResult, span: str = "week") -> str:
     tail = result.metrics.get(f"cvar_5_{span}", math.nan)
     if math.isnan(tail):
         return percent(tail)
-    return percent(tail) if 0.05 * len(result.net) / horizons(result.bars_per_year)[span] >= 1 else TOO_SHORT
+    return percent(tail) if 0.05 * len(result.net) / horizons(result.pace)[span] >= 1 else TOO_SHORT
 
 
 def print_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:

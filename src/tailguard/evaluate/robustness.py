@@ -16,9 +16,9 @@ from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestAgent, BacktestResult, backtest
 from tailguard.evaluate.budget import Budget, BudgetCheck, check_budget
 from tailguard.evaluate.trades import FLAT
-from tailguard.experiment.feed import seen_bars
+from tailguard.experiment.faulty_feed import seen_bars
 from tailguard.robust.attacked_policy import AttackableAgent, AttackedPolicy
-from tailguard.robust.attacks import Attack, AttackKind, Norm
+from tailguard.robust.attacks import Attack, AttackKind, Norm, Target
 from tailguard.robust.feed import KINDS, Feed, parse_feed, price_error_bp
 
 if TYPE_CHECKING:
@@ -112,12 +112,13 @@ def attack_disturbances(
     *,
     norm: Norm = "linf",
     steps: int = 10,
+    target: Target = "action",
     seed: int = 0,
 ) -> list[Disturbance]:
     """Of these attacks, each at every size, in standard deviations of the features."""
     cases = []
     for kind, epsilon in product(dict.fromkeys(kinds), sorted(set(epsilons))):
-        attacked = AttackedPolicy(agent, Attack(kind, epsilon, norm, steps, seed=seed))
+        attacked = AttackedPolicy(agent, Attack(kind, epsilon, norm, steps, target=target, seed=seed))
         cases.append(Disturbance(f"{kind} ε {epsilon:g}", None, attacked, kind, epsilon))
     return cases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tailguard.errors import ConfigError
 from tailguard.evaluate.budget import own_budget
@@ -48,6 +48,8 @@ class Disturbances:
     norm: Norm = "linf"
     steps: int = 10
     """Gradient steps of pgd and sgld at each bar."""
+    target: Literal["action", "reverse", "kl", "critic"] = "action"
+    """What an attack spoils: how far a position moves, its side, the policy's distribution, or the value."""
 
     def __post_init__(self) -> None:
         for kind in self.attacks:
@@ -168,7 +170,9 @@ def disturb_saved_run(
     cases = feed_disturbances(asked.feeds)
     if asked.attacks:
         kinds: list[Any] = list(asked.attacks)
-        cases += attack_disturbances(chosen.agent, kinds, asked.epsilons or SWEEP, norm=asked.norm, steps=asked.steps)
+        cases += attack_disturbances(
+            chosen.agent, kinds, asked.epsilons or SWEEP, norm=asked.norm, steps=asked.steps, target=asked.target
+        )
     with progress() as begin:
         begin(CLEAN)
         budget = own_budget(chosen.config)

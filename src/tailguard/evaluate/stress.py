@@ -36,7 +36,12 @@ def scaled_costs(config: MarketConfig, factor: float) -> MarketConfig:
             cost.setting: factor * cost.rate_in(config) for cost in COSTS.values() if cost.setting is not None
         }
         extra = {kind: factor * COSTS[kind].rate_in(config) for kind in extra_rates()}
-        return replace(config, **settings, extra_costs=extra)
+        rates = {*settings, "tick"}
+        own = {
+            symbol: {name: value * factor if name in rates else value for name, value in table.items()}
+            for symbol, table in config.per_symbol.items()
+        }
+        return replace(config, **settings, tick=factor * config.tick, per_symbol=own, extra_costs=extra)
     except ConfigError as error:
         raise ConfigError(f"costs ×{factor:g}: {error}. Choose smaller cost factors") from error
 

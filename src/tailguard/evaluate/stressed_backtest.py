@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
-from tailguard.data.sources import load_bars
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import AGENT
 from tailguard.evaluate.budget import own_budget
@@ -23,6 +22,7 @@ from tailguard.evaluate.stress import scaled_costs
 from tailguard.evaluate.summary import EvaluationSummary, summarise
 from tailguard.evaluate.trials import TrialCount, given_trials, trials_of
 from tailguard.evaluate.with_baselines import backtest_with_baselines
+from tailguard.experiment.build import read_bars
 from tailguard.experiment.trained_run import SplitPart, TrainedRun, load_run_agent, open_run, read_run_config
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class StressedBacktest:
             lines.append(f"trials   {self.trials.source}")
         budget = self.summary.budgets.get(AGENT)
         if budget is not None:
-            lines.append(f"budget   {budget_in_words(budget, self.summary.results[AGENT].bars_per_year)}")
+            lines.append(f"budget   {budget_in_words(budget, self.summary.results[AGENT].pace)}")
         return lines
 
     def to_json(self) -> dict[str, Any]:
@@ -185,6 +185,4 @@ def select_account(agent: Learner | Ensemble, bars: Bars, symbol: str | None, po
 
 def _other_bars(path: Path, config: RunConfig, symbol: str | None) -> Bars:
     """Bars from another source, of the symbols in the run's settings."""
-    data = config.data
-    bars = load_bars(path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return bars.select(*data.symbols) if data.symbols and symbol is None else bars
+    return read_bars(path, config.data if symbol is None else replace(config.data, symbols=()))

@@ -81,4 +81,8 @@ def backtest_with_baselines(
 def _from_first_trade(bars: Bars, result: BacktestResult) -> Bars:
     """The same bars, to be traded from the bar at whose close the result's first decision was made."""
     first = datetime.fromtimestamp(int(result.time[0]) / 1000, UTC) - bars.frequency
+    if bars.sessions is not None:
+        # The bar before may be a weekend away.
+        before = bars.frame["time"].filter(bars.frame["time"] < first + bars.frequency).max()
+        first = before if isinstance(before, datetime) else first
     return replace(bars, first=first) if first > bars.start else bars

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
-from tailguard.config import RunConfig, to_dict
+from tailguard.config import DataConfig, RunConfig, to_dict
 from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
+from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
@@ -23,15 +24,15 @@ from tailguard.envs.prepared_market import (
 )
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
-from tailguard.experiment.feed import randomised_feeds
+from tailguard.experiment.faulty_feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
 BOUND = (
-    *("data.symbols", "data.gaps", "data.volume_unit", "data.validation", "data.test", "data.embargo"),
-    *("data.features", "env.accounts"),
+    *("data.symbols", "data.calendar", "data.universe", "data.gaps", "data.volume_unit", "data.adjust", "data.events"),
+    *("data.validation", "data.test", "data.embargo", "data.features", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
 
@@ -51,7 +52,10 @@ class MarketData:
             return describe(self.synthetic)
         first, last = self.bars.end_points
         symbols = ", ".join(self.bars.symbols)
-        return f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
+        text = f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
+        if isinstance(self.bars, PreparedMarket) or self.bars.sessions is None:
+            return text
+        return f"{text} · {self.bars.pace.per_week:g} a week, {self.bars.pace.per_year:,.1f} a year"
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,23 @@ def load_market(config: RunConfig) -> MarketData:
         return MarketData(synthetic.bars, synthetic)
     if is_prepared_market(Path(data.path)):
         return MarketData(open_market(data.path))
-    bars = load_bars(data.path, gaps=data.gaps, volume_unit=data.volume_unit)
-    return MarketData(bars.select(*data.symbols) if data.symbols else bars)
+    return MarketData(read_bars(data.path, data))
+
+
+def read_bars(path: str | Path, data: DataConfig) -> Bars:
+    """The bars of a file or folder under these settings, of the symbols that they name."""
+    bars = load_bars(
+        path,
+        calendar=data.calendar,
+        gaps=data.gaps,
+        volume_unit=data.volume_unit,
+        adjust=data.adjust,
+        events=data.events,
+        universe=data.universe,
+        delistings=data.delistings or None,
+    )
+    bars = bars.select(*data.symbols) if data.symbols else bars
+    return bars if data.published is None else with_published(bars, data.published)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
@@ -120,26 +139,23 @@ def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars
     """Training bars with their scaled features, computed once for all learners of a run."""
     factors, accounts = config.env.randomisation.volatility, config.env.accounts
     if isinstance(bars, MappedBars):
-        if factors:
-            raise ConfigError(
-                "env.randomisation.volatility: a market that is prepared on disk has no copies with other volatility; "
-                "leave it empty, or train from files of bars"
-            )
         if config.robust.feed:
             raise ConfigError(
                 f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
                 "already. Train on the files of bars"
             )
+        if factors:
+            raise ConfigError(
+                "env.randomisation.volatility: a market that is prepared on disk has no copies with other volatility; "
+                "leave it empty, or train from files of bars"
+            )
         return bars
-    clean = prepare(bars, config.data.features or None, accounts=accounts)
     if factors and config.robust.feed:
-        raise ConfigError(
-            "env.randomisation.volatility: copies with other volatility and feeds with faults (robust.feed) are not "
-            "combined; choose one of the two"
-        )
-    if factors:
-        return with_rescaled_copies(clean, bars, factors, accounts)
-    return randomised_feeds(config, bars, clean) if config.robust.feed else clean
+        raise ConfigError("env.randomisation.volatility, robust.feed: choose one of them; both make copies of the bars")
+    prepared = prepare(bars, config.data.features or None, accounts=accounts)
+    if config.robust.feed:
+        return randomised_feeds(config, bars, prepared)
+    return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -157,6 +173,7 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         shield=config.env.shield,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
         randomisation=config.env.randomisation,
+        flat_by_close=config.env.flat_by_close,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )

@@ -10,6 +10,8 @@ runs/
     members/<n>/               metrics and checkpoints of each of several learners
     agent/                     the result
     report.html robustness.html
+    live/KILL                  the kill switch: nothing is sent while it is there
+    live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
     walk_forward.json settings.yaml walk_forward.html
     fold_<n>/seed_<s>/         a run's metrics, checkpoints and agent
@@ -40,6 +42,12 @@ AGENT = "agent"
 LOCK = ".lock"
 REPORT = "report.html"
 ROBUSTNESS = "robustness.html"
+
+LIVE = "live"
+KILL = "KILL"
+JOURNAL = "journal.jsonl"
+LEAD_IN = "lead_in.parquet"
+PAPER_BOOKS = "venue.json"
 
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
@@ -109,6 +117,23 @@ class RunLayout:
     def robustness_path(self) -> Path:
         """The page of `tailguard backtest --feed` and `--attack`."""
         return self.path / ROBUSTNESS
+
+    @property
+    def kill_path(self) -> Path:
+        """The kill switch of every session of the run."""
+        return self.path / LIVE / KILL
+
+    def journal_path(self, mode: str) -> Path:
+        """The journal of the run's session in a mode."""
+        return self.path / LIVE / mode / JOURNAL
+
+    def lead_in_path(self, mode: str) -> Path:
+        """Bars before the first one of the session."""
+        return self.path / LIVE / mode / LEAD_IN
+
+    def paper_books_path(self, mode: str) -> Path:
+        """The account at the paper venue."""
+        return self.path / LIVE / mode / PAPER_BOOKS
 
     @property
     def plan_path(self) -> Path:

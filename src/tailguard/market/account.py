@@ -40,6 +40,8 @@ class Liquidation:
 
 def margin_excess(account: Account, rates: Rates) -> Tensor:
     """Equity above the maintenance margin of the positions, [N, 1]; at zero or below: liquidation."""
+    if rates.maintenance_margin.dim():
+        return account.equity - over_assets(rates.maintenance_margin * account.positions.abs())
     return account.equity - rates.maintenance_margin * over_assets(account.positions.abs())
 
 
@@ -51,7 +53,8 @@ def margin_floor(filled: Account, turnover: Tensor, reach: Tensor, rates: Rates)
     traded amount.
     """
     at_risk = over_assets(filled.positions.abs() * reach)
-    return filled.equity - at_risk - rates.maintenance_margin * turnover
+    margin = rates.maintenance_margin.amax() if rates.maintenance_margin.dim() else rates.maintenance_margin
+    return filled.equity - at_risk - margin * turnover
 
 
 def revalue(account: Account, change: Tensor) -> Account:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from tailguard.errors import ConfigError
 from tailguard.market.costs import extra_rates
+from tailguard.market.per_symbol import check_per_symbol
+from tailguard.market.presets import Preset, preset_settings
 from tailguard.validate import check_range
 
 
@@ -14,6 +17,9 @@ from tailguard.validate import check_range
 class MarketConfig:
     """Costs, margin and size of the account. Rates are fractions: 0.0005 is 5 basis points."""
 
+    preset: Preset = "crypto_perpetual"
+    """Kind of market: crypto_perpetual, crypto_spot, equity, futures or fx. It sets fees, spread, funding, interest,
+    margin, lot and tick; settings that are given explicitly win."""
     capital: float = 100_000.0
     """Equity at the start of an episode, in quote currency, above 0 to 1e15; it sets how large orders are against the
     market's volume."""
@@ -42,11 +48,31 @@ class MarketConfig:
     """Fee on the notional closed in a liquidation, 0 to 0.1."""
     volatility_halflife: float = 24.0
     """Half-life in hours of the trailing daily volatility and volume that the impact uses, above 0 to 10,000."""
+    lot: float = 0.0
+    """Smallest amount of an asset that can be traded, in its units (1 share, 50 for a contract on 50 units); orders are
+    rounded down to whole lots. 0: any amount."""
+    tick: float = 0.0
+    """Smallest price step; the half spread is at least half a tick. 0: any price."""
+    per_symbol: dict[str, dict[str, float]] = field(default_factory=dict, hash=False)
+    """Settings of single symbols, as {ES: {lot: 50, tick: 0.25}}: fee, half_spread, impact, participation,
+    funding_rate, borrow_rate (of shorts), maintenance_margin, lot and tick."""
     extra_costs: dict[str, float] = field(default_factory=extra_rates, hash=False)
     """Rates, 0 or more, of costs added with tailguard.market.costs.register_cost, by kind; their defaults where left
     out."""
 
+    @classmethod
+    def for_market(cls, preset: Preset, **settings: Any) -> MarketConfig:
+        """The settings of a preset; `settings` win."""
+        return cls(**{"preset": preset, **preset_settings(preset), **settings})
+
     def __post_init__(self) -> None:
+        defaults = {each.name: each.default for each in fields(self)}
+        usual = {name: value for name, value in preset_settings(self.preset).items() if value != defaults[name]}
+        if usual and not any(getattr(self, name) == value for name, value in usual.items()):
+            raise ConfigError(
+                f"MarketConfig(preset={self.preset!r}) names a preset and has none of its settings; use "
+                f"MarketConfig.for_market({self.preset!r}, …)"
+            )
         check_range("market.capital", self.capital, low=0, low_open=True, high=1e15)
         check_range("market.fee", self.fee, low=0, high=0.05)
         check_range("market.half_spread", self.half_spread, low=0, high=0.05)
@@ -58,6 +84,9 @@ class MarketConfig:
         check_range("market.maintenance_margin", self.maintenance_margin, low=0, high=0.5)
         check_range("market.liquidation_fee", self.liquidation_fee, low=0, high=0.1)
         check_range("market.volatility_halflife", self.volatility_halflife, low=0, low_open=True, high=10_000)
+        check_range("market.lot", self.lot, low=0, high=1e12)
+        check_range("market.tick", self.tick, low=0, high=1e12)
+        check_per_symbol(self.per_symbol)
         known = extra_rates()
         for kind, rate in self.extra_costs.items():
             if kind not in known:

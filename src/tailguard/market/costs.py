@@ -86,7 +86,7 @@ class Cost:
     kind: str
     """Its name in the books, in metrics, in backtests and in reports."""
     amount: Callable[[Tensor, Any], Tensor]
-    """Amount by rate [] and `Fill`, `Holding` or `ForcedClose`: [N, A], or [N, 1] for all assets together.
+    """Amount by rate and `Fill`, `Holding` or `ForcedClose`: [N, A], or [N, 1] for all assets together.
 
     A pure function of fixed shapes, differentiable where it is smooth. Only a cost charged at the close may be below
     zero: an income."""
@@ -96,10 +96,11 @@ class Cost:
     setting: str | None = None
     """Field of `MarketConfig` with its rate. Stress tests multiply that field, or the entry of `extra_costs`."""
     yearly: bool = False
-    """Whether the rate is per year; `amount` is then given the rate per bar."""
+    """Whether the rate is per year; `amount` is then given the rate per bar, or [N, 1] for the calendar time until the
+    next bar where the market closes."""
     in_reach: bool = False
     """Whether the bound `Bar.reach` includes it, for a cost charged at the close."""
-    plain: Callable[[float, Any], float] | None = None
+    plain: Callable[[Any, Any], float] | None = None
     """The same amount, of all assets together, for one account in plain floats, where backtests are to be fast.
 
     Without it a backtest steps the simulator itself, at a few times the cost per bar."""
@@ -147,12 +148,36 @@ def charge(
 ) -> dict[str, Tensor]:
     """The market's costs of a moment by kind, [N, 1] each."""
     rates = market.rates.costs
+    if isinstance(basis, Holding) and basis.bar.held is not None:
+        held = basis.bar.held[:, :1]  # the same for all assets
+        rates = rates | {cost.kind: rates[cost.kind] * held for cost in market.costs[moment] if cost.yearly}
     return {cost.kind: over_assets(cost.amount(rates[cost.kind], basis)) for cost in market.costs[moment]}
 
 
-def turnover_cost(rate: Number, fill: Fill[Number, Any]) -> Number:
-    """A rate on the traded notional."""
+def turnover_cost(rate: Tensor, fill: Fill[Tensor, Tensor]) -> Tensor:
+    """A rate on the traded notional, [N, 1]; the rate is [], or [A] where assets differ."""
+    return over_assets(rate * fill.traded) if rate.dim() else rate * fill.turnover
+
+
+def plain_turnover_cost(rate: float | list[float], fill: Fill[float, list[float]]) -> float:
+    """`turnover_cost` of one account in floats."""
+    if isinstance(rate, list):
+        return sum([own * traded for own, traded in zip(rate, fill.traded, strict=True)])
     return rate * fill.turnover
+
+
+def spread_cost(rate: Tensor, fill: Fill[Tensor, Tensor]) -> Tensor:
+    """Half the spread on the traded notional, [N, 1]: the rate, or half a tick of the price where that is more."""
+    cost = turnover_cost(rate, fill)
+    return cost if fill.bar.tick is None else cost + over_assets(fill.bar.tick * fill.traded)
+
+
+def plain_spread_cost(rate: float | list[float], fill: Fill[float, list[float]]) -> float:
+    """`spread_cost` of one account in floats."""
+    cost = plain_turnover_cost(rate, fill)
+    if fill.bar.tick is None:
+        return cost
+    return cost + sum([tick * traded for tick, traded in zip(fill.bar.tick, fill.traded, strict=True)])
 
 
 def impact_cost(_: Tensor, fill: Fill[Tensor, Tensor]) -> Tensor:
@@ -208,6 +233,11 @@ def borrow_cost(rate: Tensor, holding: Holding[Tensor, Tensor]) -> Tensor:
         return torch.zeros_like(holding.filled_equity)
     short = over_assets(holding.positions.clamp(max=0)).neg()
     long = over_assets(holding.positions.clamp(min=0))
+    own = holding.market.rates.short_borrow
+    if own is not None:
+        own = own if holding.bar.held is None else own * holding.bar.held
+        lent = over_assets(own * holding.positions.clamp(max=0)).neg()
+        return lent + rate * (long - holding.filled_equity).clamp(min=0)
     return rate * (short + (long - holding.filled_equity).clamp(min=0))
 
 
@@ -215,6 +245,9 @@ def plain_borrow_cost(rate: float, holding: Holding[float, list[float]]) -> floa
     """`borrow_cost` of one account in floats."""
     if not holding.market.charges_borrow:
         return 0.0
+    own = holding.market.rates.short_borrow
+    if own is not None:
+        return _plain_own_borrow(rate, own.tolist(), holding)
     long = short = 0.0
     for position in holding.positions:
         if position > 0:
@@ -224,14 +257,22 @@ def plain_borrow_cost(rate: float, holding: Holding[float, list[float]]) -> floa
     return rate * (short + max(long - holding.filled_equity, 0.0))
 
 
+def _plain_own_borrow(rate: float, own: list[float], holding: Holding[float, list[float]]) -> float:
+    """`plain_borrow_cost` where shorts of each asset have a rate of their own."""
+    held = 1.0 if holding.bar.held is None else holding.bar.held[0]
+    long = sum([max(position, 0.0) for position in holding.positions])
+    lent = sum([each * max(-position, 0.0) for each, position in zip(own, holding.positions, strict=True)])
+    return lent * held + rate * max(long - holding.filled_equity, 0.0)
+
+
 def liquidation_cost(rate: Tensor, close: ForcedClose) -> Tensor:
     """A rate on the notional closed by force, [N, 1]."""
     return rate * over_assets(close.positions.abs())
 
 
 BUILT_IN = (
-    Cost("fee", turnover_cost, "order", setting="fee", plain=turnover_cost),
-    Cost("spread", turnover_cost, "order", setting="half_spread", plain=turnover_cost),
+    Cost("fee", turnover_cost, "order", setting="fee", plain=plain_turnover_cost),
+    Cost("spread", spread_cost, "order", setting="half_spread", plain=plain_spread_cost),
     Cost("impact", impact_cost, "order", setting="impact", plain=plain_impact_cost),
     Cost("funding", funding_cost, "close", setting="funding_rate", in_reach=True, plain=plain_funding_cost),
     Cost("borrow", borrow_cost, "close", setting="borrow_rate", yearly=True, in_reach=True, plain=plain_borrow_cost),

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from tailguard.errors import TailguardError
 from tailguard.market import simulator
-from tailguard.market.costs import Fill, Holding
+from tailguard.market.costs import Cost, Fill, Holding
+from tailguard.market.simulator import LOT_ROUNDING, NO_LIMIT
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Bar, Market
+from tailguard.market.tables import Bar, Market, bar_of
 
 
 class SerialAccount:
@@ -28,18 +30,27 @@ class SerialAccount:
         self.weights: list[float] = [0.0] * market.assets
         self.unfilled: list[float] = [0.0] * market.assets
         """Unfilled part of each order in the last bar, as a share of the equity before it."""
+        self.read(market)
+
+    def read(self, market: Market) -> None:
+        """Trade these bars from now on: those so far and new ones after them."""
         self._market = market
         # Rows first, so that a bar is one contiguous block.
         self._bars = market.table.permute(1, 0, 2).double().contiguous().numpy()
         rates = market.rates
         self._maintenance_margin, self._slack, self._tiny = (
-            float(rate) for rate in (rates.maintenance_margin, rates.slack, rates.tiny)
+            float(rate.amax()) for rate in (rates.maintenance_margin, rates.slack, rates.tiny)
         )
         due = (*market.costs["order"], *market.costs["close"])
+
+        def rate_of(cost: Cost) -> Any:
+            """A float, or a list of A of them where assets differ."""
+            return rates.costs[cost.kind].tolist()
+
         # One cost without a formula in floats, and every bar is left to the simulator.
         self._is_plain = all(cost.plain is not None for cost in due)
         self._order_costs, self._unbounded_costs, self._close_costs = (
-            tuple((cost.plain, float(rates.costs[cost.kind])) for cost in costs if cost.plain is not None)
+            tuple((cost.plain, rate_of(cost), cost.yearly) for cost in costs if cost.plain is not None)
             for costs in (
                 market.costs["order"],
                 [cost for cost in market.costs["close"] if not cost.in_reach],
@@ -52,7 +63,7 @@ class SerialAccount:
 
         The formulas, and their order, are those of `simulator.step`. Returns whether the account was liquidated.
         """
-        bar: Bar[list[float]] = Bar(*self._bars[self.row + 1].tolist())
+        bar: Bar[list[float]] = bar_of(self._market.columns, self._bars[self.row + 1].tolist())
         equity, weights = self.equity, self.weights
         gap_pnl = sum([weight * jump for weight, jump in zip(weights, bar.gap, strict=True)])
         opened = gap_pnl + 1.0
@@ -66,9 +77,13 @@ class SerialAccount:
             if target[asset] == target[asset]:  # NaN, which is not equal to itself, holds the position
                 wanted = target[asset] * opened - position
                 traded = min(abs(wanted), bar.capacity[asset] / room)
-                turnover += traded
                 order = math.copysign(traded, wanted)
                 unfilled[asset] = wanted - order
+                if bar.lot is not None and bar.lot[asset] > 0:
+                    size = min(bar.lot[asset] / room, NO_LIMIT)
+                    traded = math.floor(traded / max(size, self._tiny) + LOT_ROUNDING) * size
+                    order = math.copysign(traded, wanted)
+                turnover += traded
                 position += order
             gain = position * bar.move[asset]
             gain_sum += gain
@@ -82,18 +97,20 @@ class SerialAccount:
             return self._exact_step(target)
         fill = Fill(self._market, bar, equity, orders, trades, turnover)
         trading_cost = 0.0
-        for amount, rate in self._order_costs:
+        for amount, rate, _ in self._order_costs:
             trading_cost += amount(rate, fill)
         filled = opened - trading_cost
         holding = Holding(self._market, bar, equity, filled, positions, values)
         floor = filled - at_risk - self._maintenance_margin * turnover
-        for amount, rate in self._unbounded_costs:
-            floor -= max(amount(rate, holding), 0.0)
+        # Yearly rates are due for the calendar time until the next bar, where the market closes.
+        held = 1.0 if bar.held is None else bar.held[0]
+        for amount, rate, yearly in self._unbounded_costs:
+            floor -= max(amount(rate * held if yearly else rate, holding), 0.0)
         if floor <= self._slack:
             return self._exact_step(target)
         paid = trading_cost
-        for amount, rate in self._close_costs:
-            paid += amount(rate, holding)
+        for amount, rate, yearly in self._close_costs:
+            paid += amount(rate * held if yearly else rate, holding)
         net = gap_pnl + gain_sum - paid
         closed = net + 1.0
         self.row += 1

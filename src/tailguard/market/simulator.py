@@ -29,10 +29,14 @@ from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
 from tailguard.market.costs import ChargedAt, Fill, Holding, charge, over_assets, total
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Bar, Market, Rates
+from tailguard.market.tables import Market, Rates, bar_of
 
 NO_LIMIT = 1e12
 """Capacity, in starting capitals, that no order reaches. An infinite one would have an infinite slope in the equity."""
+
+
+LOT_ROUNDING = 1e-3
+"""Share of a lot by which an order may miss a whole number of them and still be filled whole."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def step(
     rates = market.rates
     # Decided at the close of `row`, filled at the open of the next row: no bar is both seen and traded.
     row = state.row + 1
-    bar = Bar(*market.table.index_select(1, row).unbind(0))
+    bar = bar_of(market.columns, market.table.index_select(1, row).unbind(0))
     equity = state.equity.unsqueeze(1)
 
     # The gap belongs to the old position: the target was chosen at the last close and cannot fill before the open.
@@ -87,11 +91,17 @@ def step(
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
+    ordered = wanted.abs()
     # The participation cap: what exceeds it is not filled, and not carried over to the next bar.
-    limit = _fill_limit(bar.capacity, equity, rates)
-    # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
-    order = torch.clamp(wanted, -limit, limit)
-    traded = order.abs()
+    if not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates)):
+        limit = _fill_limit(bar.capacity, equity, rates)
+        # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
+        order = filled_order = torch.clamp(wanted, -limit, limit)
+    else:  # the same numbers and slopes, without the limit's part of the graph
+        order = filled_order = wanted
+    if bar.lot is not None:
+        order = _whole_lots(order, bar.lot, equity, rates)
+    traded = ordered if order is wanted else order.abs()
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
     if cost_factor is not None:
@@ -121,7 +131,8 @@ def step(
         costs=order_costs | close_costs | {cost.kind: nothing for cost in market.costs["liquidation"]},
         shortfall=nothing,
         turnover=turnover,
-        unfilled=over_assets(wanted.abs()) - turnover,
+        # What whole lots leave of an order is not wanted any more, so it does not wait for the next bar.
+        unfilled=over_assets(ordered) - (turnover if bar.lot is None else over_assets(filled_order.abs())),
         liquidated=floor <= rates.slack,
     )
     if may_hold_any(booked.liquidated):
@@ -140,6 +151,15 @@ def _fill_limit(capacity: Tensor, equity: Tensor, rates: Rates) -> Tensor:
     if equity.requires_grad:
         capacity = capacity.clamp(max=NO_LIMIT)
     return capacity / torch.maximum(equity, rates.tiny)
+
+
+def _whole_lots(order: Tensor, lot: Tensor, equity: Tensor, rates: Rates) -> Tensor:
+    """The order rounded down to whole lots, [N, A]; its slope is that of the order (straight through)."""
+    size = (lot / torch.maximum(equity, rates.tiny)).clamp(max=NO_LIMIT)
+    # A position of whole lots, divided by its lot, is whole only to rounding.
+    lots = (order.abs() / size.clamp(min=rates.tiny) + LOT_ROUNDING).floor()
+    rounded = torch.where(size > 0, torch.sign(order) * lots * size, order)
+    return order + (rounded - order).detach()
 
 
 def _with_forced_closes(

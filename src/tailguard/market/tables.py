@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tailguard.data.pace import DAY_MS, YEAR_MS
 from tailguard.data.panel import Float, Panel
 from tailguard.errors import BarsError
 from tailguard.market.config import MarketConfig
 from tailguard.market.costs import COSTS, ChargedAt, Cost, costs_by_moment
+from tailguard.market.per_symbol import check_assets, for_assets
 
 EIGHT_HOURS_MS = 8 * 3_600_000
-DAY_MS = 86_400_000
 
 Values = TypeVar("Values")
 
@@ -43,9 +45,35 @@ class Bar(NamedTuple, Generic[Values]):
     """Rate due on the notional held at the bar's close."""
     reach: Values
     """The most margin a position can lose or need in the bar, as a share of its value at the fill."""
+    held: Values | None = None
+    """Calendar time from the bar's open to the next one's, in mean bars: yearly rates are due for all of it, nights and
+    weekends included. None: every bar is one, around the clock."""
+    lot: Values | None = None
+    """Value of one lot at the open, as a multiple of the starting capital; None: any amount can be traded."""
+    tick: Values | None = None
+    """What half a tick exceeds the half spread by, as a share of the price at the open; None: any price."""
 
 
-COLUMNS = Bar._fields
+def bar_of(columns: Sequence[str], values: Sequence[Values]) -> Bar[Values]:
+    """A bar from the columns of a table."""
+    if len(values) == len(COLUMNS):
+        return Bar(*values)
+    return Bar(**dict(zip(columns, values, strict=True)))
+
+
+COLUMNS = tuple(name for name in Bar._fields if name not in Bar._field_defaults)
+"""Columns of every market; some have further ones, see `table_columns`."""
+
+
+def table_columns(config: MarketConfig, has_sessions: bool = False) -> tuple[str, ...]:
+    """The columns of a market with these settings: `held` where it closes, `lot` and `tick` where they are set."""
+    optional = {"held": has_sessions, "lot": uses(config, "lot"), "tick": uses(config, "tick")}
+    return (*COLUMNS, *(name for name, needed in optional.items() if needed))
+
+
+def uses(config: MarketConfig, name: str) -> bool:
+    """Whether a setting that is 0 by default is set, for all symbols or for one."""
+    return getattr(config, name) > 0 or any(settings.get(name, 0) > 0 for settings in config.per_symbol.values())
 
 
 @dataclass(frozen=True)
@@ -55,12 +83,15 @@ class Rates:
     costs: dict[str, Tensor]
     """Rate of each cost per use or per bar, by kind."""
     maintenance_margin: Tensor
+    """[], or [A] where assets differ, as are the rates of costs."""
     zero: Tensor
     one: Tensor
     slack: Tensor
     """Margin excess, as a share of equity, below which an account's margin is checked exactly; far above rounding."""
     tiny: Tensor
     """Smallest positive number of the type: keeps the division defined where equity is zero."""
+    short_borrow: Tensor | None = None
+    """Interest on shorts per bar, [A]; None: that of borrowed cash, for all assets."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +99,9 @@ class Market:
     """Bars as a simulator reads them. Memory grows with the bars, never with the number of environments."""
 
     table: Tensor
-    """[K, R, A], K as in `Bar`."""
+    """[K, R, A], K as in `columns`."""
+    columns: tuple[str, ...]
+    """Fields of `Bar` that the table holds."""
     segment: Tensor
     """Gap-free stretch each row belongs to, [R] int32."""
     time: Tensor
@@ -121,13 +154,14 @@ def market_of_table(panel: Panel, table: Tensor, config: MarketConfig) -> Market
     """The market of an existing table [K, R, A], on the table's device."""
     return Market(
         table=table,
+        columns=table_columns(config, panel.held_ms is not None),
         segment=as_tensor(panel.segment).to(table.device),
         time=as_tensor(panel.time).to(table.device),
         config=config,
-        rates=_rates(config, panel.bars_per_year, table.dtype, table.device),
+        rates=_rates(config, panel, table.dtype, table.device),
         costs=costs_by_moment(),
         signed_funding=config.observed_funding and panel.funding is not None,
-        charges_borrow=config.borrow_rate > 0,
+        charges_borrow=uses(config, "borrow_rate"),
         bars_per_year=panel.bars_per_year,
         symbols=panel.symbols,
     )
@@ -150,6 +184,9 @@ TABLE_SETTINGS = (
     "borrow_rate",
     "maintenance_margin",
     "volatility_halflife",
+    "lot",
+    "tick",
+    "per_symbol",
 )
 """Settings of the market that the table depends on; all others apply in the step."""
 
@@ -175,12 +212,12 @@ class TableStream:
         traded = np.asarray(panel.volume.any(axis=0))
         self._traded = traded if last is None else self._traded | traded
         self._symbols = panel.symbols
-        return np.stack([columns[name] for name in COLUMNS])[:, 0 if last is None else 1 :]
+        return np.stack(list(columns.values()))[:, 0 if last is None else 1 :]
 
     def check_volume(self) -> None:
         """Raise if an asset has no volume although orders are limited or priced by it."""
         silent = np.flatnonzero(~self._traded)
-        if silent.size and (self._config.impact > 0 or math.isfinite(self._config.participation)):
+        if silent.size and (uses(self._config, "impact") or math.isfinite(self._config.participation)):
             names = ", ".join(self._symbols[asset] for asset in silent)
             raise BarsError(
                 f"{names}: volume is 0 in every bar, so no order would ever fill. "
@@ -200,22 +237,36 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
 
     sigma_day, notional_day, sums = _trailing_day(panel, config.volatility_halflife, first, sums)
     traded_before = notional_day > 0
-    impact = config.impact * sigma_day * np.sqrt(config.capital / np.where(traded_before, notional_day, np.inf))
-    if math.isinf(config.participation):
+    check_assets(config, panel.symbols, panel.assets)
+    per_asset = partial(for_assets, config, symbols=panel.symbols)
+    participation = per_asset("participation")
+    impact = per_asset("impact") * sigma_day * np.sqrt(config.capital / np.where(traded_before, notional_day, np.inf))
+    if isinstance(participation, float) and math.isinf(participation):
         capacity = np.full_like(panel.open, np.inf)
     else:
-        capacity = config.participation * panel.volume * panel.open / config.capital
-    if config.impact > 0:
+        # An infinite share of no volume is no limit either.
+        with np.errstate(invalid="ignore"):
+            capacity = participation * panel.volume * panel.open / config.capital
+        capacity = np.where(np.isinf(participation), np.inf, capacity)
+    if uses(config, "impact"):
         # Before the first trade the impact is undefined, and an order without impact would be free.
         capacity = np.where(traded_before, capacity, 0.0)
 
-    stamps = (panel.time + panel.frequency_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
+    held_ms = panel.frequency_ms if panel.held_ms is None else panel.held_ms
+    stamps = (panel.time + held_ms) // EIGHT_HOURS_MS - panel.time // EIGHT_HOURS_MS
     observed = panel.funding if config.observed_funding else None
-    assumed = np.full_like(panel.open, config.funding_rate) if panel.assumed_funding is None else panel.assumed_funding
+    assumed = panel.assumed_funding
+    if assumed is None:
+        assumed = np.broadcast_to(per_asset("funding_rate"), panel.open.shape)
     funding = stamps[:, None] * (assumed if observed is None else observed)
     low, high = panel.low / panel.open - 1, panel.high / panel.open - 1
     furthest = np.maximum(np.abs(low), np.abs(high))
-    reach = furthest + (config.maintenance_margin + np.abs(funding)) * (1 + furthest)
+    reach = furthest + (per_asset("maintenance_margin") + np.abs(funding)) * (1 + furthest)
+    borrow_rate = np.maximum(per_asset("borrow_rate"), config.borrow_rate)
+    if panel.held_ms is None:
+        interest: float | Float = borrow_rate / panel.bars_per_year
+    else:
+        interest = borrow_rate * (panel.held_ms[:, None] / np.float64(YEAR_MS))
     columns = {
         "gap": gap,
         "move": panel.close / panel.open - 1,
@@ -224,9 +275,38 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
         "impact": impact,
         "capacity": capacity,
         "funding": funding,
-        "reach": reach + config.borrow_rate / panel.bars_per_year,
+        "reach": reach + interest,
     }
+    if panel.held_ms is not None:
+        bars = panel.held_ms[:, None] / YEAR_MS * panel.bars_per_year
+        columns["held"] = np.broadcast_to(bars, panel.open.shape)
+    if uses(config, "lot"):
+        columns["lot"] = per_asset("lot") * panel.open / config.capital
+    if uses(config, "tick"):
+        columns["tick"] = np.maximum(per_asset("tick") / (2 * panel.open) - per_asset("half_spread"), 0.0)
+    if panel.listed is not None:
+        _close_absent(columns, panel)
     return columns, sums
+
+
+def _close_absent(columns: dict[str, Float], panel: Panel) -> None:
+    """Assets without a bar cannot be traded; on the row of their delisting everything is sold.
+
+    A halted position is held: its price stands still, and the gap comes with the first bar after the halt.
+    """
+    assert panel.listed is not None
+    assert panel.halted is not None
+    columns["capacity"] = np.where(panel.halted | ~panel.listed, 0.0, columns["capacity"])
+    columns["capacity"] = np.where(panel.delisted, np.inf, columns["capacity"])
+    if "lot" in columns:
+        # Everything is sold, to the last bit: a remainder of a rounding could never be sold later.
+        columns["lot"] = np.where(panel.delisted, 0.0, columns["lot"])
+    for name in ("impact", "funding", "reach", "move", "low", "high"):
+        columns[name] = np.where(~panel.listed, 0.0, columns[name])
+
+
+def _column_name(place: int) -> str:
+    return COLUMNS[place] if place < len(COLUMNS) else "a lot, a tick or the time held"
 
 
 def check_table(table: Tensor, panel: Panel, offset: int = 0) -> None:
@@ -241,19 +321,27 @@ def check_table(table: Tensor, panel: Panel, offset: int = 0) -> None:
         opened = np.datetime64(int(panel.time[row]), "ms").astype("datetime64[s]")
         name = f"{panel.symbols[asset]}: " if len(panel.symbols) == panel.assets else ""
         raise BarsError(
-            f"{name}row {offset + row + 1} ({str(opened).replace('T', ' ')}): {COLUMNS[column]} is "
+            f"{name}row {offset + row + 1} ({str(opened).replace('T', ' ')}): {_column_name(column)} is "
             f"{float(table[column, row, asset])}, so this bar cannot be traded. "
             "Check the bars with: tailguard data check"
         )
 
 
-def _rates(config: MarketConfig, bars_per_year: float, dtype: torch.dtype, device: torch.device | str) -> Rates:
-    def tensor(value: float) -> Tensor:
+def _rates(config: MarketConfig, panel: Panel, dtype: torch.dtype, device: torch.device | str) -> Rates:
+    def tensor(value: float | Float) -> Tensor:
         return torch.tensor(value, dtype=dtype, device=device)
 
+    def rate(cost: Cost) -> float | Float:
+        # Cash is borrowed by the account, so `borrow` has one rate; that of shorts is in `short_borrow`.
+        if cost.kind in ("fee", "spread") and cost.setting is not None:
+            return for_assets(config, cost.setting, panel.symbols)
+        return cost.rate_per_bar(config, panel.bars_per_year)
+
+    shorts = for_assets(config, "borrow_rate", panel.symbols)
     return Rates(
-        costs={kind: tensor(cost.rate_per_bar(config, bars_per_year)) for kind, cost in COSTS.items()},
-        maintenance_margin=tensor(config.maintenance_margin),
+        costs={kind: tensor(rate(cost)) for kind, cost in COSTS.items()},
+        maintenance_margin=tensor(for_assets(config, "maintenance_margin", panel.symbols)),
+        short_borrow=None if isinstance(shorts, float) else tensor(shorts / panel.bars_per_year),
         zero=tensor(0.0),
         one=tensor(1.0),
         slack=tensor(1e-3),
@@ -270,7 +358,7 @@ def _trailing_day(
     which is defined from the first bar on, and of the notional. A segment's first row, which nothing can trade, repeats
     the second row's.
     """
-    bars_per_day = DAY_MS / panel.frequency_ms
+    bars_per_day = DAY_MS / panel.frequency_ms if panel.sessions is None else panel.sessions.per_day
     decay = 0.5 ** (panel.frequency_ms / 3_600_000 / halflife_hours)
     variance = np.log(panel.high / panel.low) ** 2 / (4 * np.log(2))
     average, last = _ema(np.hstack([variance, panel.volume * panel.close]), decay, first, sums)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -152,8 +152,7 @@ class ReturnCritic(nn.Module):
         self.distribution: DistributionalCritic | None = None
         if config.critic_kind.predicts_distribution:
             head = config.critic_kind.from_config(feature_size, config)
-            assert isinstance(head, DistributionalCritic)  # `register_critic` admits no other
-            self.distribution = head
+            self.distribution = cast(DistributionalCritic, head)  # `register_critic` admits no other
 
     @property
     def heads(self) -> list[Critic]:
@@ -247,14 +246,21 @@ class ActorCritic(nn.Module):
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
     def act(
-        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+        self,
+        obs: Tensor,
+        state: MemoryState,
+        episode_start: Tensor,
+        mask: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
 
-        `mask`: see `Trunk.step`.
+        `mask`: see `Trunk.step`. `deterministic`: a global standard deviation gets no gradient; see
+        `ActionHead.dist_params_of`.
         """
         features, state = self._trunk(0).step(obs, state, episode_start, mask)
-        return self.action_head(features), state
+        return self.action_head(features, deterministic=deterministic), state
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
         """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""

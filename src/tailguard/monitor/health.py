@@ -220,7 +220,7 @@ def _broken_at_cap(metrics: Metrics, past: Past) -> str | None:
     broken = _value(metrics, "risk/violation") > 0.05 and limit - tail > 2 * error
     if not (_value(metrics, "risk/at_cap") > 0 and broken):
         return None
-    # What the highest price reached: earlier CVaRs are those of an agent that hardly traded yet.
+    # The best under the largest multiplier: earlier CVaRs are those of an agent that hardly traded yet.
     best = max([tail, *(100 * value for value in past.get("risk/cvar_realised", [])[-(AT_CAP - 1) :])])
     return (
         f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and the CVaR of recent "

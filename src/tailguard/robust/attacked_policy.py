@@ -34,7 +34,7 @@ class AttackableAgent(Protocol):
 
 
 @dataclass(frozen=True)
-class Decision:
+class AttackedDecision:
     """What an attacked agent decides on N observations."""
 
     action: Tensor
@@ -83,7 +83,7 @@ class AttackedPolicy:
         """Empty memories of `count` accounts, of the agent and of what attacks it."""
         return tuple(network.network.initial_state(count) for network in self.networks)
 
-    def decide(self, observation: Tensor, memories: Memories, episode_start: Tensor) -> Decision:
+    def decide(self, observation: Tensor, memories: Memories, episode_start: Tensor) -> AttackedDecision:
         """Attack the raw observations [N, O] and let the agent decide on what comes out."""
         with torch.inference_mode(False):
             obs, start = observation.clone().to(self.units), episode_start.clone()
@@ -95,7 +95,7 @@ class AttackedPolicy:
         self.decisions += len(action)
         self._shift += float(((action - clean).abs() / self._half_width).mean(-1).sum())
         self._flips += int((torch.sign(action) * torch.sign(clean) < 0).any(-1).sum())
-        return Decision(action, clean, moved, (*after, *others))
+        return AttackedDecision(action, clean, moved, (*after, *others))
 
     def perturbed(
         self, obs: Tensor, memories: Memories, others: Memories, episode_start: Tensor
@@ -120,13 +120,14 @@ class AttackedPolicy:
         with torch.no_grad():
             clean = self._dist_params(obs, memories, start)
             target = None
-            if self.attack.target == "action" and all(isinstance(head, GaussianHead) for head in heads):
+            if self.attack.target in ("action", "reverse") and all(isinstance(head, GaussianHead) for head in heads):
                 target = self._combined(clean)
 
         def objective(moved: Tensor) -> Tensor:
             found = self._dist_params(moved, memories, start)
             if target is not None:
-                return ((self._combined(found) - target) / self._half_width).square().sum(-1)
+                change = (self._combined(found) - target) / self._half_width
+                return change.square().sum(-1) if self.attack.target == "action" else -(change * target.sign()).sum(-1)
             return torch.stack([head.kl(*pair) for head, *pair in zip(heads, clean, found, strict=True)]).sum(0)
 
         return objective

@@ -28,10 +28,10 @@ from tailguard.validate import check_choice, check_count, check_range
 
 AttackKind = Literal["fgsm", "pgd", "sgld", "random"]
 Norm = Literal["linf", "l2"]
-Target = Literal["action", "kl", "critic", "return"]
+Target = Literal["action", "kl", "reverse", "critic", "return"]
 
-CLOCK = "time_of_"
-"""How the names of features that show the clock begin."""
+CLOCK = ("time_of_", "closure", "session_bars")
+"""How the names of features begin that show the clock and the calendar."""
 INSIDE = 1.0 - 1e-6
 """A vector that is drawn back to the unit sphere ends this near to it: rounding must not take it out again."""
 
@@ -56,10 +56,11 @@ class Attack:
     """Length of a step, in the units of epsilon; none: 2 epsilon / steps, and 5 epsilon / steps for l2, where a step
     does not add up with the last one but turns the perturbation."""
     random_start: bool = True
-    """Start at a random point of the ball; only target critic can do without."""
+    """Start at a random point of the ball; only targets reverse and critic can do without."""
     target: Target = "action"
     """What to spoil: action, the squared difference of deterministic actions; kl, the divergence of the policy from
-    itself; critic, the value (made as low as possible); return, the rewards of a whole window of a market."""
+    itself; reverse, the action's sign: it is pushed to the opposite side as far as possible; critic, the value (made as
+    low as possible); return, the rewards of a whole window of a market."""
     through_time: bool = False
     """False: the current observation, given the memory; true: a whole window at once, through the memory."""
     seed: int = 0
@@ -77,7 +78,7 @@ class Attack:
         if not self.random_start and self.target in ("action", "kl") and self.kind != "random":
             raise ConfigError(
                 f"attack.random_start: the gradient of target {self.target} is 0 at the clean observation, so that "
-                "the attack would not move; leave it true, or choose target critic"
+                "the attack would not move; leave it true, or choose target reverse or critic"
             )
         if self.target == "return" and not self.through_time:
             raise ConfigError("attack.target: return is that of a whole window; set through_time too")
@@ -320,8 +321,12 @@ def window_objective(
 def distance(head: ActionHead, clean: Tensor, moved: Tensor, target: Target) -> Tensor:
     """How far the policy with parameters `moved` is from the one with `clean`, [...]; 0 where they are equal.
 
-    action: squared difference of the deterministic actions, of choices the divergence; kl: KL(clean || moved).
+    action: squared difference of the deterministic actions, of choices the divergence; kl: KL(clean || moved); reverse:
+    how far the deterministic action has moved to the side where it was not.
     """
+    if target == "reverse" and isinstance(head, GaussianHead):
+        before, after = deterministic_action(head, clean), deterministic_action(head, moved)
+        return ((before - after) * before.sign()).sum(-1)
     if target == "action" and isinstance(head, GaussianHead):
         squares: Tensor = (deterministic_action(head, moved) - deterministic_action(head, clean)).square()
         return squares.sum(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig
 from tailguard.console import say
+from tailguard.data.pace import DAY_MS
 from tailguard.data.windows import size_in_bars
 from tailguard.envs.folds import EpisodeFold, cut_folds
 from tailguard.envs.prepared_market import MappedBars
@@ -70,8 +72,10 @@ class Members:
             return []
         env, panel = trading_env(self.first), self.bars.panel
         frequency = timedelta(milliseconds=panel.frequency_ms)
-        embargo = size_in_bars("data.embargo", self.config.data.embargo, panel.rows, frequency, low=0)
-        return cut_folds(env, self.count, embargo * panel.frequency_ms)
+        embargo = size_in_bars("data.embargo", self.config.data.embargo, panel.rows, frequency, 0, panel.sessions)
+        # In time: where the market closes, from bar to bar a multiple of their length.
+        length = panel.frequency_ms if panel.sessions is None else math.ceil(panel.pace.bar_days * DAY_MS)
+        return cut_folds(env, self.count, embargo * length)
 
     def build(self, number: int) -> Member:
         """The learner with this number, counted from 0, before its training."""

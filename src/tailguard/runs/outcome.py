@@ -74,7 +74,7 @@ def budget_outcome_in_words(result: RunResult) -> str:
     """Whether the risk budget held on the test period, in words."""
     check = result.summary.budgets.get(AGENT)
     if check is not None:
-        return budget_in_words(check, result.results[AGENT].bars_per_year)
+        return budget_in_words(check, result.results[AGENT].pace)
     if not result.has_budget:
         return f"none was set; tailguard report {result.folder} --limit -0.04 judges by one."
     return "the test period is too short to judge it."
@@ -99,7 +99,7 @@ def describe_risk(agent: Learner) -> str:
     risk = agent.risk.config
     episodes = f"{agent.risk.horizon}-bar episodes"
     if agent.spec is not None:
-        named = window_in_words(agent.risk.horizon, 365.25 * 86_400_000 / agent.spec.frequency_ms)
+        named = window_in_words(agent.risk.horizon, agent.spec.pace)
         episodes = episodes if named.startswith("windows") else named
     what = {"episode": episodes, "drawdown": f"drawdowns within {episodes}", "bar": "bars"}[risk.measure]
     sample = agent.risk.describe_sample()

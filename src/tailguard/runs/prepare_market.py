@@ -38,7 +38,7 @@ from tailguard.envs.prepared_market import (
 from tailguard.errors import BarsError, ConfigError, RunError
 from tailguard.evaluate.trials import hash_of
 from tailguard.experiment.build import bound_settings
-from tailguard.market.tables import COLUMNS, TableStream, check_table
+from tailguard.market.tables import TableStream, check_table, table_columns
 from tailguard.places import new_folder, put_in_place, recover, sync_folder, write_synced
 from tailguard.runs.checkpoint import prepared_hashes
 
@@ -60,6 +60,14 @@ def prepare_market(
         raise ConfigError("data.path: names no bars to prepare; give a file or folder, as --data bars.parquet")
     if is_prepared_market(Path(config.data.path)):
         raise ConfigError(f"data.path: {config.data.path} is a prepared market already")
+    if config.data.universe == "ragged":
+        raise ConfigError("data.universe: ragged universes are traded from memory only; train on the files themselves")
+    if config.data.published is not None:
+        raise ConfigError("data.published: a prepared market keeps no columns beyond those of bars; train on the files")
+    if config.data.adjust != "none":
+        raise ConfigError(
+            f"data.adjust: {config.data.adjust!r}: prices are adjusted in memory only; prepare bars that are adjusted"
+        )
     recover(out)
     if out.exists() and not (replace and is_prepared_market(out)):
         hint = "replace it with --yes" if is_prepared_market(out) else "choose another name"
@@ -92,6 +100,7 @@ def _write(
         folder / BARS,
         scratch,
         symbols=data.symbols,
+        calendar=data.calendar,
         gaps=data.gaps,
         volume_unit=data.volume_unit,
         rows=rows,
@@ -185,7 +194,8 @@ def _write_training(
     writers = {name: ArrayWriter(folder / name, kind) for name, kind in types.items()}
     for name in PRICES[: 6 if funded else 5]:
         writers[name] = ArrayWriter(folder / name, "<f8", (assets,))
-    writers["table"] = ArrayWriter(folder / "table", "<f4", (assets,), planes=len(COLUMNS), rows=total)
+    planes = len(table_columns(config.market))
+    writers["table"] = ArrayWriter(folder / "table", "<f4", (assets,), planes=planes, rows=total)
     raw: ArrayWriter | None = None
     stream, stretches = TableStream(config.market), _Stretches()
     window: Window | None = None

@@ -96,7 +96,7 @@ class Validation:
         self.spec, self.bars = agent.spec, bars
         self.parts = episodes_on(agent.spec, bars)
         self.length = agent.spec.episode_length
-        self.bars_per_year = 365.25 * 86_400_000 / agent.spec.frequency_ms
+        self.bars_per_year = agent.spec.pace.per_year
 
     def parts_under(self, feed: Feed) -> list[HeldOutEpisodes]:
         """The same episodes, seen through a feed with faults."""

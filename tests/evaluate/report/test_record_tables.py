@@ -12,25 +12,37 @@ import pytest
 from tailguard.errors import ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.report.record_tables import csv_text, drawdown_rows, duration, moment, month_rows, write_csv
+from tailguard.evaluate.report.record_tables import csv_text, drawdown_rows, duration, moment, month_rows, write_tables
 
 
 def test_the_files_hold_the_record(evidence: ReportData, tmp_path: Path) -> None:
-    write_csv(evidence, tmp_path / "data")
-    write_csv(evidence, tmp_path / "data")  # replaced, not refused
+    write_tables(evidence, tmp_path / "data")
+    write_tables(evidence, tmp_path / "data")  # replaced, not refused
     own = evidence.agent
     found = {path.name: pl.read_csv(path) for path in (tmp_path / "data").iterdir()}
-    assert sorted(found) == ["bars.csv", "drawdowns.csv", "months.csv", "trades.csv"]
+    assert sorted(found) == ["bars.csv", "drawdowns.csv", "exposures.csv", "months.csv", "trades.csv"]
+    exposures = found["exposures.csv"]
+    assert exposures["net_pnl"].sum() == pytest.approx(own.equity[-1] - 1, abs=1e-12)
+    np.testing.assert_allclose(exposures["mean_absolute_weight"], np.abs(own.weights).mean(0), rtol=1e-12)
     np.testing.assert_allclose(found["bars.csv"]["equity"], own.equity[1:], rtol=1e-12)
     assert found["trades.csv"]["pnl"].sum() == pytest.approx(own.equity[-1] - 1, abs=1e-12)
     assert np.prod(1 + found["months.csv"]["net_return"].to_numpy()) == pytest.approx(own.equity[-1], rel=1e-12)
     assert found["drawdowns.csv"]["depth"].min() == pytest.approx(metrics.max_drawdown(own.equity), rel=1e-12)
 
 
+def test_the_same_tables_are_written_as_parquet(evidence: ReportData, tmp_path: Path) -> None:
+    write_tables(evidence, tmp_path / "data", "parquet")
+    found = {path.stem: pl.read_parquet(path) for path in (tmp_path / "data").iterdir()}
+    assert sorted(found) == ["bars", "drawdowns", "exposures", "months", "trades"]
+    assert found["bars"].equals(evidence.agent.frame())
+    assert found["trades"]["pnl"].sum() == pytest.approx(evidence.agent.equity[-1] - 1, abs=1e-12)
+    assert found["trades"].schema["entry_time"].is_temporal()
+
+
 def test_a_folder_that_cannot_be_made_is_named(evidence: ReportData, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     with pytest.raises(ConfigError, match=r"data: cannot be written"):
-        write_csv(evidence, tmp_path / "data")
+        write_tables(evidence, tmp_path / "data")
 
 
 def test_rows_to_read(evidence: ReportData) -> None:

@@ -15,6 +15,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE
+from tailguard.data.calendars import ALWAYS, AUTO, around_the_clock
 from tailguard.data.check_bars import validate
 from tailguard.data.checks import Gaps, check_values, most_common_step
 from tailguard.data.disk.arrays import ArrayWriter, map_array
@@ -73,6 +74,7 @@ def import_bars(
     scratch: Path,
     *,
     symbols: Sequence[str] = (),
+    calendar: str = AUTO,
     gaps: Gaps = "error",
     volume_unit: VolumeUnit = "base",
     rows: int = ROWS,
@@ -85,6 +87,8 @@ def import_bars(
     `symbols`: those to keep, all if none is named. `scratch`: a folder for temporary files.
     """
     source = name_of(path)
+    if calendar not in (ALWAYS, AUTO):
+        raise _closes(source)
     say(f"reading {source}")
     read = _read(path, scratch, symbols, rows)
     pace = most_common_step(*(_frame(one, 0, min(rows, one.count))["time"] for one in read.values()))
@@ -206,13 +210,24 @@ def _checked(
         frame = _frame(unsorted, low, high).with_columns(
             ((place < start) | (place >= stop)).alias(CONTEXT), symbol=pl.lit(symbol)
         )
-        report = validate(frame, source, frequency=pace, gaps=gaps, volume_unit=volume_unit)
+        report = validate(
+            frame, source, frequency=pace, timetable=around_the_clock(pace), gaps=gaps, volume_unit=volume_unit
+        )
+        if any(check.name == "sessions" for check in report.errors):
+            raise _closes(source)
         if report.errors:
             raise BarsError(error_message(report))
         own = frame.filter(~pl.col(CONTEXT))
         if volume_unit == "quote":
             own = own.with_columns(pl.col("volume") / typical_price())
         yield own, report
+
+
+def _closes(source: str) -> BarsError:
+    return BarsError(
+        f"{source}: a prepared market must trade around the clock, and this one trades in sessions. Train on the files "
+        "themselves, in memory: tailguard train --data FILE"
+    )
 
 
 def _check_grid(frame: pl.DataFrame, times: NDArray[np.int64], before: int | None, pace: timedelta) -> None:

@@ -135,7 +135,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: B
             line={"color": colour, "dash": dash, "width": 2.5},
             hoverinfo="skip",
         )
-    windows = window_in_words(horizon, own.bars_per_year)
+    windows = window_in_words(horizon, own.pace)
     chart.update_xaxes(title_text=f"{'maximum drawdown within' if falls else 'return over'} {windows}, %")
     chart.update_yaxes(title_text="share of windows, %")
     return chart
@@ -144,7 +144,7 @@ def returns_chart(results: Mapping[str, BacktestResult], horizon: int, budget: B
 def rolling_chart(results: Mapping[str, BacktestResult]) -> go.Figure | None:
     """Volatility and CVaR of a bar over the last 30 days; none for a record that is not longer."""
     own = results["agent"]
-    window = round(ROLLING_DAYS * own.bars_per_year / metrics.DAYS_PER_YEAR)
+    window = round(ROLLING_DAYS / own.pace.bar_days)
     if window < 20 or len(own.net) <= window:
         return None
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07)
@@ -306,7 +306,9 @@ def coverage_chart(calibration: Calibration) -> go.Figure:
 
 def close_times(result: BacktestResult) -> NDArray[np.int64]:
     """When each point of the equity curve was known: the first open, then every close, milliseconds UTC, [T + 1]."""
-    length = round(metrics.DAYS_PER_YEAR * DAY_MS / result.bars_per_year)
+    length = round(result.pace.bar_days * DAY_MS)
+    if result.sessions is not None and len(result.time) > 1:
+        length = int(np.diff(result.time).min())  # from bar to bar of a session
     return np.concatenate([result.time[:1], result.time + length])
 
 

@@ -17,8 +17,10 @@ from tailguard.data.registry import FeatureError
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT, BASELINES
+from tailguard.evaluate.benchmark import Relative
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import Budget, BudgetCheck, own_budget
+from tailguard.evaluate.certificates import Certificate, certify
 from tailguard.evaluate.optimum import share_of_optimum
 from tailguard.evaluate.prediction_calibration import Calibration, calibration
 from tailguard.evaluate.predictions import predictions
@@ -76,6 +78,8 @@ class ReportData:
     """The agent with a clean feed, and then with a feed of every kind of fault."""
     feed_notes: tuple[str, ...]
     """Faults that could not be shown, and why."""
+    certificates: tuple[Certificate, ...]
+    """Bounds on what an error of the feed can do to a decision; empty where there are none."""
     capital: float
     """What the account begins with."""
     prices: Float
@@ -91,6 +95,8 @@ class ReportData:
     """The command that reproduces the run."""
     facts: Mapping[str, str]
     """Hashes and versions."""
+    relative: Relative | None = None
+    """The agent beside a benchmark of the user's choice."""
 
     @property
     def agent(self) -> BacktestResult:
@@ -110,9 +116,9 @@ class ReportData:
 def planned_steps(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
     """Steps that `collect` will take, to show progress."""
     policies = 2 + len(BASELINES) + (run.synthetic is not None and run.synthetic.signal > 0)
-    # Two backtests besides the stresses: on the validation part, and for the critics' predictions.
+    # Three steps besides the stresses: the validation part, the critics' predictions, the certificates.
     stresses = len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS) + len(ONE_OF_EACH)
-    return (0 if known else 2 * policies) + 2 + stresses
+    return (0 if known else 2 * policies) + 3 + stresses
 
 
 def collect(
@@ -143,6 +149,8 @@ def collect(
     before_each("predictions")
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
+    before_each("certificates")
+    certificates = certify(run.agent, run.split.test)
     feeds, feed_notes = _feeds(run, own, budget or own_budget(run.config), before_each)
     training = [read_metrics(folder.metrics_path) for folder in run.layout.training_folders()]
     tried = trials_of(run, own, trials)
@@ -170,6 +178,7 @@ def collect(
         stress=tuple(stress),
         feeds=tuple(feeds),
         feed_notes=tuple(feed_notes),
+        certificates=tuple(certificates),
         capital=run.config.market.capital,
         prices=prices_of(own, panel),
         trades=tuple(round_trips(own, panel)),

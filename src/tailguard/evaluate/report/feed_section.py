@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from tailguard.evaluate.certificates import Certificate
 from tailguard.evaluate.formatting import percent
 from tailguard.evaluate.report.page import Page
 from tailguard.evaluate.report.robustness_charts import fault_chart
@@ -36,6 +37,20 @@ def add_feed_section(page: Page, cases: Sequence[Disturbed], capital: float, not
         page.paragraph(f"Sizes, and after @ the probability that a fault begins at a bar. {'; '.join(means)}.", "soft")
     for note in notes:
         page.paragraph(f"Not shown: {note}", "soft")
+
+
+def add_certificates(page: Page, certificates: Sequence[Certificate]) -> None:
+    """What an error of the features can do at most, as far as it is proven."""
+    if not certificates:
+        return
+    page.add("<h3>How far can a decision move?</h3>")
+    for certificate in certificates:
+        page.paragraph(str(certificate))
+    page.paragraph(
+        "Proven by interval bounds through the network for a single bar, with the memory that a clean feed has left: "
+        "no attack inside this error can do more. Errors at many bars add up in the memory, which this does not bound.",
+        "soft",
+    )
 
 
 def feed_in_words(cases: Sequence[Disturbed], capital: float) -> list[str]:

@@ -7,16 +7,19 @@ import io
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import polars as pl
 
+from tailguard.data.storage import write_frame
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.formatting import percent
 from tailguard.evaluate.metrics import monthly_returns, worst_drawdowns, year_return
 from tailguard.evaluate.report.charts import DAY_MS, close_times
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.trades import Trade
+from tailguard.evaluate.trades import FLAT, Trade
 from tailguard.places import replace_synced
 
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -121,19 +124,46 @@ def drawdowns_csv(result: BacktestResult) -> str:
     return csv_text(("depth", "start", "trough", "recovery", "bars"), rows)
 
 
-def write_csv(data: ReportData, folder: Path) -> None:
-    """The agent's bars, trades, months and drawdowns as CSV files in a folder, which is created if needed."""
+def exposures_of(result: BacktestResult, trades: Sequence[Trade]) -> list[tuple[str, float, float, float, float]]:
+    """Of each asset: mean weight, mean absolute weight, share of bars held, and net P&L in starting capitals."""
+    earned = dict.fromkeys(result.symbols, 0.0)
+    for trade in trades:
+        earned[trade.symbol] += trade.pnl
+    weights = result.weights
+    means = zip(weights.mean(0), np.abs(weights).mean(0), (np.abs(weights) > FLAT).mean(0), strict=True)
+    return [
+        (symbol, float(net), float(gross), float(held), earned[symbol])
+        for symbol, (net, gross, held) in zip(result.symbols, means, strict=True)
+    ]
+
+
+def exposures_csv(result: BacktestResult, trades: Sequence[Trade]) -> str:
+    """Exposures by asset, an asset a row."""
+    headings = ("symbol", "mean_weight", "mean_absolute_weight", "time_held", "net_pnl")
+    return csv_text(headings, exposures_of(result, trades))
+
+
+def write_tables(data: ReportData, folder: Path, suffix: Literal["csv", "parquet"] = "csv") -> None:
+    """The agent's bars, trades, months, drawdowns and exposures by asset, each a file in a folder.
+
+    The folder is created if needed.
+    """
     own = data.agent
     tables = {
-        "bars.csv": own.frame().write_csv(),
-        "trades.csv": trades_csv(data.trades),
-        "months.csv": months_csv(own),
-        "drawdowns.csv": drawdowns_csv(own),
+        "bars": own.frame().write_csv(),
+        "trades": trades_csv(data.trades),
+        "months": months_csv(own),
+        "drawdowns": drawdowns_csv(own),
+        "exposures": exposures_csv(own, data.trades),
     }
     try:
         folder.mkdir(exist_ok=True)
         for name, text in tables.items():
-            replace_synced(folder / name, text.encode())
+            if suffix == "csv":
+                replace_synced(folder / f"{name}.csv", text.encode())
+            else:
+                typed = own.frame() if name == "bars" else pl.read_csv(io.StringIO(text), try_parse_dates=True)
+                write_frame(typed, folder / f"{name}.parquet")
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
 

@@ -13,7 +13,7 @@ from tailguard.evaluate.formatting import growth_of, number, p_value, percent, w
 from tailguard.evaluate.report import charts, record_tables
 from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.report.feed_section import add_feed_section
+from tailguard.evaluate.report.feed_section import add_certificates, add_feed_section
 from tailguard.evaluate.report.page import Page, escape, prose
 from tailguard.evaluate.report.verdict import Judgement, budget_in_words, share, verdict, window_in_words
 from tailguard.evaluate.results_table import budget_cell, growth_column, tail_column
@@ -117,6 +117,8 @@ def _growth(page: Page, data: ReportData) -> None:
     for note in data.notes:
         page.paragraph(f"{note[0].upper()}{note[1:]}.", "soft")
     page.paragraph(trials_in_words(data), "soft")
+    if data.relative is not None:
+        page.paragraph(f"The agent {data.relative.describe()}.")
     _months(page, data)
     _validation(page, data)
 
@@ -174,12 +176,12 @@ def _risk(page: Page, data: ReportData) -> None:
     page.heading("risk", SECTIONS["risk"])
     own = data.agent
     if data.budget is not None:
-        page.paragraph(budget_in_words(data.budget, own.bars_per_year))
+        page.paragraph(budget_in_words(data.budget, own.pace))
     else:
         page.paragraph("No risk budget was set for this run. --limit -0.04 judges it by one.", "soft")
     falls = data.budget is not None and data.budget.outcome == "drawdown"
     horizon = shown_horizon(data)
-    windows = window_in_words(horizon, own.bars_per_year)
+    windows = window_in_words(horizon, own.pace)
     page.chart(
         charts.returns_chart(data.results, horizon, data.budget),
         f"{'Maximum drawdowns within' if falls else 'Returns over'} all {windows}, overlapping. VaR is the threshold "
@@ -194,7 +196,7 @@ def _risk(page: Page, data: ReportData) -> None:
             f"{kind.upper().replace('CVAR', 'CVaR').replace('VAR', 'VaR')}, {span}",
             *(percent(own.metrics[f"{kind}_{100 * level:g}_{span}"]) for level in metrics.TAIL_LEVELS),
         )
-        for span in metrics.horizons(own.bars_per_year)
+        for span in metrics.horizons(own.pace)
         for kind in ("var", "cvar")
         if f"{kind}_1_{span}" in own.metrics
     ]
@@ -234,7 +236,7 @@ def shown_horizon(data: ReportData) -> int:
     """Bars of the budget's windows, or of a week, a day or a bar, the longest of which the record has enough."""
     if data.budget is not None:
         return data.budget.horizon
-    spans = metrics.horizons(data.agent.bars_per_year).values()
+    spans = metrics.horizons(data.agent.pace).values()
     return max(bars for bars in spans if bars == 1 or len(data.agent.net) >= ENOUGH_WINDOWS * bars)
 
 
@@ -267,6 +269,7 @@ def _stress(page: Page, data: ReportData) -> None:
 def _feed(page: Page, data: ReportData) -> None:
     page.heading("feed", SECTIONS["feed"])
     add_feed_section(page, data.feeds, data.capital, data.feed_notes)
+    add_certificates(page, data.certificates)
 
 
 def _behaviour(page: Page, data: ReportData) -> None:
@@ -312,6 +315,15 @@ def _behaviour(page: Page, data: ReportData) -> None:
         ],
     )
     page.add("</div>")
+    if len(result.symbols) > 1:
+        page.table(
+            ("exposure by asset", "mean weight", "mean absolute weight", "time held", "net P&L"),
+            [
+                (symbol, percent(net), percent(gross, sign=False), percent(held, sign=False), percent(earned))
+                for symbol, net, gross, held, earned in record_tables.exposures_of(result, data.trades)
+            ],
+            caption="Weights are shares of equity at the closes, P&L is a share of the starting capital.",
+        )
     _trades(page, data)
 
 
@@ -322,7 +334,7 @@ def _trades(page: Page, data: ReportData) -> None:
     if not trades:
         page.paragraph("The agent never held a position.")
         return
-    bar = timedelta(days=metrics.DAYS_PER_YEAR / own.bars_per_year)
+    bar = timedelta(days=own.pace.bar_days)
     gains = sum(trade.pnl > 0 for trade in trades)
     held = float(np.median([trade.bars for trade in trades]))
     page.paragraph(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tailguard.data.pace import Pace
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, whole_units, years_in_words
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def verdict(data: ReportData) -> Verdict:
     if judgement not in (Judgement.RUIN, Judgement.IDLE):
         sentences += [_luck(data, judgement), *_against_holding(data)]
     if data.budget is not None:
-        sentences.append(budget_in_words(data.budget, data.agent.bars_per_year))
+        sentences.append(budget_in_words(data.budget, data.agent.pace))
     sentences += [*_fragile(data), *_known_optimum(data)]
     if judgement in (Judgement.LOSS, Judgement.RUIN):
         sentences.append("Do not trade it.")
@@ -134,9 +135,9 @@ def ratio_against(difference: Interval, other: str) -> str:
     return f"{words}, which is within noise ({p_value(p)})"
 
 
-def budget_in_words(budget: BudgetCheck, bars_per_year: float) -> str:
+def budget_in_words(budget: BudgetCheck, pace: Pace | float) -> str:
     """The budget, the realised CVaR and the tail windows it rests on, and the verdict with its probability."""
-    what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, bars_per_year)}"
+    what = f"the worst {100 * budget.alpha:g} % of {window_in_words(budget.horizon, pace)}"
     did = "made" if budget.outcome == "return" else "had a maximum drawdown of"
     cvar = budget.cvar
     known = (
@@ -178,9 +179,9 @@ def overfitting_in_words(overfitting: Overfitting, what: str) -> str:
     )
 
 
-def window_in_words(bars: int, bars_per_year: float) -> str:
+def window_in_words(bars: int, pace: Pace | float) -> str:
     """A number of bars as a span of time."""
-    count, unit = whole_units(bars, bars_per_year)
+    count, unit = whole_units(bars, pace)
     return unit if count == 1 and unit != "bars" else f"windows of {count} {unit}"
 
 

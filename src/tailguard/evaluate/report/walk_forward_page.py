@@ -117,7 +117,7 @@ def _luck(walked: WalkForwardResults) -> list[str]:
 
 def _budget(walked: WalkForwardResults) -> list[str]:
     judged = None if walked.budget is None else check_budget(walked.middle, walked.budget)
-    return [] if judged is None else [budget_in_words(judged, walked.middle.bars_per_year)]
+    return [] if judged is None else [budget_in_words(judged, walked.middle.pace)]
 
 
 def folds_chart(walked: WalkForwardResults) -> go.Figure:

@@ -31,6 +31,11 @@ def register_critic(name: str, *, replace: bool = False) -> Callable[[Kind], Kin
             raise ConfigError(
                 f"critic {name!r}: {kind.__name__} predicts no distribution; derive it from DistributionalCritic"
             )
+        known = next((other for other, one in CRITICS.items() if one is kind and other != name), None)
+        if known is not None:
+            raise ConfigError(
+                f"critic {name!r}: {kind.__name__} is registered as {known!r} already; derive a class from it"
+            )
         missing = sorted(getattr(kind, "__abstractmethods__", ()))
         if missing:
             raise ConfigError(f"critic {name!r}: {kind.__name__} does not define {', '.join(missing)}")

@@ -18,13 +18,13 @@ from tailguard.data.indicators import ema_warmup
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.errors import ConfigError
 from tailguard.experiment.build import prepare_training
-from tailguard.experiment.feed import market_config, market_panel, prepare_under, randomised_feeds, seen_bars
+from tailguard.experiment.faulty_feed import market_config, market_panel, prepare_under, randomised_feeds, seen_bars
 from tailguard.market import MarketConfig, build_market
 from tailguard.market.tables import COLUMNS
 from tailguard.robust.feed import KINDS, Feed, parse_feed
 
 MARKET = MarketConfig()
-CLOCK = [name for name, entry in FEATURES.items() if entry.market_wide]
+CLOCK = [name for name, entry in FEATURES.items() if entry.market_wide and not entry.needs]
 VOLUME = ["volume_168", "trades_168", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24"]
 
 

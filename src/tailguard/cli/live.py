@@ -1,0 +1,165 @@
+"""The commands for trading with a finished run: `live` and `kill`."""
+
+from __future__ import annotations
+
+import getpass
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from tailguard.cli.application import app
+from tailguard.cli.common import TrustPlugins
+from tailguard.console import say
+from tailguard.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from tailguard.live.kill import KillSwitch
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
+
+
+@app.command()
+def live(
+    run: Run,
+    mode: Annotated[
+        Literal["shadow", "paper"],
+        typer.Option(help="shadow: decide and log, send nothing. paper: trade at a simulated venue."),
+    ] = "shadow",
+    data: Annotated[
+        Path | None, typer.Option(help="Bars to replay: a file or a folder. Default: the run's test part.")
+    ] = None,
+    exchange: Annotated[
+        str | None, typer.Option(help="Follow an exchange instead, in shadow: its name in ccxt, like binanceusdm.")
+    ] = None,
+    symbol: Annotated[
+        list[str] | None, typer.Option(help="Symbols to trade. Default: those of the bars, or of the run.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Seconds between two bars of a replay; 0: as fast as possible.")] = 0.0,
+    guard: Annotated[
+        list[str] | None, typer.Option(help="Change a limit: --guard drawdown=0.1. docs/live.md lists them.")
+    ] = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="Go on after a kill or a freeze. Look at the account first.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the journal and replay its decisions, instead of trading.")
+    ] = False,
+    trust_plugins: TrustPlugins = False,
+) -> None:
+    """Let a run's agent decide bar by bar, in shadow or on paper. Orders to an exchange are not offered."""
+    from rich.console import Console
+
+    from tailguard.live.opening import LiveSource, open_session, verify_session
+    from tailguard.live.screen import line
+    from tailguard.live.session import Killed
+
+    console = Console()
+    if verify:
+        count, head = verify_session(run, mode, trust_plugins=trust_plugins)
+        say(console, f"verified  {count:,} decisions, replayed bit for bit")
+        say(console, f"head      {head}")
+        return
+    stopping = _Stopping()
+    source = LiveSource(data, exchange, tuple(symbol or ()), seconds)
+    opened = open_session(
+        run, mode, source, _limits(guard or []), stop=lambda: stopping.asked, trust_plugins=trust_plugins
+    )
+    session = opened.session
+    with session.ledger.journal:
+        if release:
+            session.release(getpass.getuser())
+            say(console, "released  guards and kill switch are reset")
+        with _signals(stopping, session.kill), _shown(session, console) as show:
+            try:
+                session.start()
+                show()
+                session.run(_Watched(opened.source, show), stop=lambda: stopping.asked)
+            except Killed as error:
+                raise RunError(f"{run}: {error}") from None
+        say(console, line(session))
+        say(console, f"journal   {session.ledger.journal.path}")
+
+
+@app.command()
+def kill(
+    run: Run,
+    flatten: Annotated[bool, typer.Option("--flatten", help="Close the positions of the session, too.")] = False,
+) -> None:
+    """Stop a run's trading now. Nothing more is sent until a person runs `tailguard live RUN --release`."""
+    from rich.console import Console
+
+    from tailguard.experiment.layout import RunLayout
+    from tailguard.live.kill import KillSwitch
+
+    layout = RunLayout(run)
+    if not layout.is_run():
+        raise ConfigError(f"{run}: no run here: {layout.config_path.name} is missing. Give the folder of a run")
+    KillSwitch(layout.kill_path).trip(f"tailguard kill, by {getpass.getuser()}", flatten=flatten)
+    say(Console(), f"killed   {layout.kill_path}")
+
+
+def _limits(texts: list[str]) -> dict[str, float]:
+    """--guard name=number, several times."""
+    limits = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            limits[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"--guard {text}: write a name and a number, such as drawdown=0.1") from None
+    return limits
+
+
+class _Stopping:
+    """Whether a clean end was asked for."""
+
+    asked = False
+
+
+@contextmanager
+def _signals(stopping: _Stopping, switch: KillSwitch) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the session after the bar, with its positions kept; SIGUSR1 trips the kill switch."""
+
+    def stop(*_: Any) -> None:
+        stopping.asked = True
+
+    handlers = {
+        signal.SIGINT: stop,
+        signal.SIGTERM: stop,
+        signal.SIGUSR1: lambda *_: switch.trip("the signal SIGUSR1"),
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Watched:
+    """A source of bars that updates the screen before each bar."""
+
+    def __init__(self, source: Any, show: Any) -> None:
+        self.source, self.show = source, show
+
+    def next_bar(self) -> Any:
+        self.show()
+        return self.source.next_bar()
+
+
+@contextmanager
+def _shown(session: Any, console: Any) -> Iterator[Any]:
+    """The screen in a terminal; elsewhere nothing until the end."""
+    from rich.live import Live
+
+    from tailguard.live.screen import render
+
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    with Live(render(session), console=console, auto_refresh=False) as screen:
+        yield lambda: screen.update(render(session), refresh=True)

@@ -1,0 +1,135 @@
+"""Faults of a venue, drawn from a seed: what a network, an exchange and other people do to a trader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+
+import numpy as np
+
+from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused
+
+LONGEST_SILENCE = 40
+"""Calls that a disconnection lasts, at most."""
+
+
+@dataclass(frozen=True)
+class FaultRates:
+    """Probabilities, for each call unless it says otherwise."""
+
+    reply_lost: float = 0.0
+    """The order was taken, the answer did not arrive."""
+    request_lost: float = 0.0
+    """The order did not arrive."""
+    request_late: float = 0.0
+    """The order arrives up to the receive window later, without an answer."""
+    unavailable: float = 0.0
+    """An HTTP status 5xx: the order was taken in half of the cases."""
+    rate_limited: float = 0.0
+    """An HTTP status 429: not taken."""
+    rejected: float = 0.0
+    partial_fill: float = 0.0
+    """Only a share of the order is filled."""
+    read_fails: float = 0.0
+    """A question gets no answer."""
+    late_events: float = 0.0
+    """An order that was taken is not shown for up to two seconds."""
+    repeated_events: float = 0.0
+    """A list of orders has every order twice."""
+    disconnect: float = 0.0
+    """No call gets through for a while, up to `LONGEST_SILENCE` calls."""
+    clock_jump: float = 0.0
+    """The venue's clock jumps by up to ten seconds, either way."""
+
+
+@dataclass
+class Faults:
+    """The faults of one venue. Without rates it has none."""
+
+    rates: FaultRates = field(default_factory=FaultRates)
+    seed: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Faults that happened, by name."""
+    clock_skew_ms: int = 0
+    """The venue's clock less the true time."""
+
+    def __post_init__(self) -> None:
+        self._draw = np.random.default_rng(self.seed)
+        self._silent = 0
+        self._under_way: list[tuple[int, OrderRequest]] = []
+
+    def stop(self) -> None:
+        """From now on there are none."""
+        self.rates, self.clock_skew_ms, self._silent = FaultRates(), 0, 0
+
+    def before_read(self) -> None:
+        """Raise where a question gets no answer."""
+        self._connection()
+        if self._happens("read_fails"):
+            raise OutcomeUnknown("no answer")
+
+    def around_place(
+        self, order: OrderRequest, accept: Callable[[OrderRequest, int], OrderReport], now: int
+    ) -> OrderReport:
+        """Bring an order to the venue and its answer back, or not."""
+        self._connection()
+        if self._happens("request_lost"):
+            raise OutcomeUnknown("connection reset")
+        if self._happens("request_late"):
+            self._under_way.append((now + int(self._draw.integers(0, 5_000)), order))
+            raise OutcomeUnknown("timed out")
+        if self._happens("rate_limited"):
+            raise RateLimited("429 too many requests", float(self._draw.integers(1, 4)))
+        if self._happens("rejected"):
+            raise Refused("margin is insufficient")
+        if self._happens("unavailable"):
+            if self._draw.random() < 0.5:
+                self._try(accept, order, now)
+            raise OutcomeUnknown("503 service unavailable")
+        if self._happens("reply_lost"):
+            self._try(accept, order, now)
+            raise OutcomeUnknown("timed out")
+        return accept(order, now)
+
+    def arrived(self, now: int) -> list[tuple[int, OrderRequest]]:
+        """Orders that were under way and have arrived by now, with the time of their arrival."""
+        there = sorted((each for each in self._under_way if each[0] <= now), key=lambda each: each[0])
+        self._under_way = [each for each in self._under_way if each[0] > now]
+        return there
+
+    def is_hidden(self, accepted_ms: int, now: int) -> bool:
+        return now < accepted_ms + 2_000 and self._happens("late_events")
+
+    def repeated(self, reports: Sequence[OrderReport]) -> list[OrderReport]:
+        if self._happens("repeated_events"):
+            return [report for report in reports for _ in range(2)]
+        return list(reports)
+
+    def partial(self, quantity: Decimal, lot: Decimal) -> Decimal:
+        if not self._happens("partial_fill"):
+            return quantity
+        share = Decimal(repr(float(self._draw.random())))
+        return (abs(quantity) * share // lot * lot).copy_sign(quantity)
+
+    def _connection(self) -> None:
+        if self._happens("clock_jump"):
+            self.clock_skew_ms = int(self._draw.integers(-10_000, 10_000))
+        if self._happens("disconnect"):
+            self._silent = int(self._draw.integers(1, LONGEST_SILENCE + 1))
+        if self._silent:
+            self._silent -= 1
+            raise OutcomeUnknown("network is unreachable")
+
+    def _try(self, accept: Callable[[OrderRequest, int], OrderReport], order: OrderRequest, now: int) -> None:
+        try:
+            accept(order, now)
+        except Refused:
+            return
+
+    def _happens(self, name: str) -> bool:
+        rate = getattr(self.rates, name)
+        if not rate or self._draw.random() >= rate:
+            return False
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return True

@@ -1,0 +1,269 @@
+"""From target weights to orders, and from orders to outcomes that are known.
+
+The rules that keep an order from being sent twice:
+
+- Its client id is a hash of run, bar, symbol and attempt, and its intent is on disk before it is sent.
+- A symbol with an order whose outcome is unknown gets no other order.
+- An unknown outcome is asked for, never sent again. Once both clocks, the venue's and ours, have passed the order's
+  receive window, an order that the venue does not know never will be.
+- Only what the venue has refused is tried again, as the next attempt, while the decision is fresh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Decimal
+
+from tailguard.live.guards import Guards
+from tailguard.live.kill import KillSwitch
+from tailguard.live.session_state import Intent, Ledger
+from tailguard.live.venue import (
+    Clock,
+    Instrument,
+    OrderReport,
+    OrderRequest,
+    OutcomeUnknown,
+    RateLimited,
+    Refused,
+    Venue,
+    WrongClock,
+)
+from tailguard.validate import check_count, check_range
+
+PREFIX = "tg"
+"""Client ids begin with it: it marks an order as ours."""
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """Patience with a venue."""
+
+    attempts: int = 3
+    """Most attempts at an order that the venue refuses for the moment."""
+    patience_s: float = 60.0
+    """Longest wait for an outcome before it is left to the next reconciliation."""
+    poll_s: float = 1.0
+    """Pause between two questions."""
+    visible_s: float = 3.0
+    """Time after which the venue shows an order that it has taken, beyond its receive window."""
+
+    def __post_init__(self) -> None:
+        check_count("orders.attempts", self.attempts)
+        for name in ("patience_s", "poll_s", "visible_s"):
+            check_range(f"orders.{name}", getattr(self, name), low=0, low_open=True)
+
+
+def client_id(run: str, bar_ms: int, symbol: str, attempt: int, *, flatten: bool = False) -> str:
+    """34 characters, as exchanges allow 36: the same order always has the same one."""
+    text = f"{run}\n{bar_ms}\n{symbol}\n{attempt}\n{'flatten' if flatten else 'target'}"
+    return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def size_order(
+    target: float, equity: float, held: Decimal, price: float, rules: Instrument, *, reduce_only: bool = False
+) -> Decimal:
+    """Signed quantity that brings the position to `target · equity` at this price; 0 where nothing can be sent.
+
+    Quantities are whole lots, rounded towards zero, so that an order never passes its target. With `reduce_only` a
+    position is never increased or reversed, and the venue's smallest notional does not apply.
+    """
+    if target != target:
+        return Decimal(0)
+    quantity = Decimal(repr(target * equity / price)) - held
+    if reduce_only:
+        opposite = held * quantity < 0
+        quantity = min(abs(quantity), abs(held)).copy_sign(quantity) if opposite else Decimal(0)
+    quantity = to_lots(quantity, rules.lot)
+    too_small = abs(quantity) < rules.min_quantity or (
+        not reduce_only and abs(quantity) * Decimal(repr(price)) < rules.min_notional
+    )
+    return Decimal(0) if too_small else quantity
+
+
+def to_lots(quantity: Decimal, lot: Decimal) -> Decimal:
+    """The nearest multiple of the lot towards zero."""
+    return (quantity / lot).to_integral_value(ROUND_DOWN) * lot
+
+
+def limit_price(quantity: Decimal, price: float, slippage: float, tick: Decimal) -> Decimal:
+    """The worst price that the order accepts, on the tick that does not exceed the slippage."""
+    worst = Decimal(repr(price)) * (1 + Decimal(repr(slippage)).copy_sign(quantity))
+    rounding = ROUND_FLOOR if quantity > 0 else ROUND_CEILING
+    return (worst / tick).to_integral_value(rounding) * tick
+
+
+class OrderDesk:
+    """Sends orders and finds out what became of them."""
+
+    def __init__(
+        self,
+        venue: Venue,
+        clock: Clock,
+        ledger: Ledger,
+        guards: Guards,
+        kill: KillSwitch,
+        config: OrderConfig,
+        run: str,
+        crash_point: Callable[[str], None],
+    ) -> None:
+        self.venue, self.clock, self.ledger, self.guards, self.kill = venue, clock, ledger, guards, kill
+        self.config, self.run, self.crash_point = config, run, crash_point
+        self.clock_offset = 0
+        """The venue's clock less ours, milliseconds."""
+
+    def sync_clock(self) -> None:
+        """Measure the venue's clock; a journalled alarm where it is far from ours."""
+        asked = self.clock.now()
+        offset = self.venue.time() - (asked + self.clock.now()) // 2
+        if abs(offset - self.clock_offset) > self.venue.receive_window_ms // 2:
+            self.ledger.record("alarm", guard="clock", message=f"the venue's clock is {offset / 1000:+.1f} s from ours")
+        self.clock_offset = offset
+
+    def has_unknown(self, symbol: str) -> bool:
+        """Whether an order of the symbol has an unknown outcome."""
+        return any(intent.symbol == symbol for intent in self.ledger.state.open_intents)
+
+    def send(
+        self,
+        bar_ms: int,
+        symbol: str,
+        quantity: Decimal,
+        price: float,
+        rules: Instrument,
+        *,
+        reduce_only: bool,
+        flatten: bool = False,
+        is_fresh: Callable[[], bool],
+    ) -> None:
+        """Send an order and wait for its outcome, within the desk's patience.
+
+        `flatten`: the order belongs to a kill, and is the only kind that is sent after one.
+        """
+        state = self.ledger.state
+        sent_before = [
+            intent
+            for intent in state.intents.values()
+            if (intent.bar, intent.symbol, intent.flatten) == (bar_ms, symbol, flatten)
+        ]
+        # After a restart nobody knows why an earlier attempt ended, so a bar's order is not tried again. Closing a
+        # position for a kill goes on until it is closed.
+        if sent_before and not flatten:
+            return
+        for attempt in range(len(sent_before), len(sent_before) + self.config.attempts):
+            if self.has_unknown(symbol) or not is_fresh() or (self.kill.is_tripped() and not flatten):
+                return
+            name = client_id(self.run, bar_ms, symbol, attempt, flatten=flatten)
+            limit = limit_price(quantity, price, self.guards.config.slippage, rules.tick)
+            sent = self.clock.now() + self.clock_offset
+            self.ledger.record(
+                "intent",
+                id=name,
+                bar=bar_ms,
+                symbol=symbol,
+                attempt=attempt,
+                quantity=str(quantity),
+                limit=str(limit),
+                price=price,
+                reduce_only=reduce_only,
+                flatten=flatten,
+                sent=sent,
+            )
+            request = OrderRequest(name, symbol, quantity, limit, reduce_only, sent)
+            if not self._attempt(state.intents[name], request):
+                return
+
+    def _attempt(self, intent: Intent, request: OrderRequest) -> bool:
+        """Send once; returns whether the venue refused it in a way that may pass."""
+        # The last moment: the intent is on disk, and from here on the order may be on its way.
+        if self.kill.is_tripped() and not intent.flatten:
+            self._close(intent, "withheld: the kill switch")
+            return False
+        try:
+            report = self.venue.place(request)
+        except RateLimited as error:
+            self._refused(intent, error)
+            self.clock.sleep(error.seconds)
+            return True
+        except WrongClock as error:
+            self._refused(intent, error)
+            try:
+                self.sync_clock()
+            except OutcomeUnknown as unknown:
+                self._error(unknown)
+            return True
+        except Refused as error:
+            self._refused(intent, error)
+            return False
+        except OutcomeUnknown as error:
+            self._error(error)
+            self.crash_point("outcome unknown")
+            self.settle(intent)
+            return False
+        self.crash_point("after place")
+        self.report(intent, report)
+        if intent.is_open:
+            self.settle(intent)
+        return False
+
+    def settle(self, intent: Intent) -> None:
+        """Ask for the outcome of an order until it is known or the patience ends."""
+        deadline = self.clock.now() + round(1000 * self.config.patience_s)
+        window = self.venue.receive_window_ms + round(1000 * self.config.visible_s)
+        while intent.is_open:
+            try:
+                # The clock first: an answer is only proof of absence if the question came after the window.
+                has_passed = min(self.venue.time() - intent.sent_ms, self.clock.now() - intent.written_ms) > window
+                report = self.venue.find(intent.client_id, intent.symbol)
+                if report is not None:
+                    self.report(intent, report)
+                    if report.open:
+                        # Its kind expires at once. One that stays open is withdrawn, and asked for again.
+                        self.venue.cancel(intent.client_id, intent.symbol)
+                elif has_passed:
+                    self._close(intent, "lost: the venue never took it")
+            except (OutcomeUnknown, Refused) as error:
+                self._error(error)
+            if intent.is_open:
+                if self.clock.now() >= deadline:
+                    return
+                self.clock.sleep(self.config.poll_s)
+
+    def report(self, intent: Intent, report: OrderReport) -> None:
+        """Take in what the venue says of an order; a report that is older than what is known changes nothing."""
+        if abs(report.filled) < abs(intent.filled):
+            return
+        ended = not intent.is_open and report.open
+        if ended or (report.filled == intent.filled and report.open == intent.is_open and intent.outcome != "sent"):
+            return
+        outcome = "open" if report.open else "filled" if report.filled == intent.quantity else "partly filled"
+        outcome = "expired" if not report.open and not report.filled else outcome
+        self.ledger.record(
+            "order",
+            id=intent.client_id,
+            filled=str(report.filled),
+            price=report.price,
+            open=report.open,
+            outcome=outcome,
+        )
+        breach = self.guards.fill(intent.symbol, intent.price, report.price)
+        if breach is not None and breach.guard not in self.ledger.state.frozen:
+            self.ledger.record("freeze", guard=breach.guard, message=breach.message)
+
+    def _refused(self, intent: Intent, error: Refused) -> None:
+        self._close(intent, f"refused: {error}")
+        self._error(error)
+
+    def _close(self, intent: Intent, outcome: str) -> None:
+        self.ledger.record(
+            "order",
+            id=intent.client_id,
+            filled=str(intent.filled),
+            price=intent.fill_price,
+            open=False,
+            outcome=outcome,
+        )
+
+    def _error(self, error: Exception) -> None:
+        self.ledger.record("error", message=f"{type(error).__name__}: {error}")

@@ -1,0 +1,90 @@
+"""Closed bars of an exchange as they come, through ccxt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import polars as pl
+
+from tailguard.data.bar_file import VALUES, Gap, Row
+from tailguard.data.bars import TIME_TYPE, Bars, with_segments
+from tailguard.data.calendars import around_the_clock
+from tailguard.data.exchange import Exchange, FetchError
+from tailguard.errors import BarsError
+from tailguard.live.bar_history import LiveBar
+from tailguard.live.venue import Clock
+
+SETTLE_S = 2.0
+"""Seconds after a close at which the exchange is asked first: it needs a moment to finish the bar."""
+
+
+@dataclass
+class PollingSource:
+    """One exchange object for each symbol. A bar is given once every symbol has it."""
+
+    exchanges: Sequence[Exchange]
+    after_ms: int
+    """Open time of the last bar that is known."""
+    clock: Clock
+    stop: Callable[[], bool]
+    alarm: Callable[[str], None]
+    poll_s: float = 1.0
+
+    def next_bar(self) -> LiveBar | None:
+        """Wait for the next closed bar; None once a stop is asked for."""
+        step = self.exchanges[0].step
+        wanted = self.after_ms + step
+        while not self.stop():
+            if self.clock.now() >= wanted + step + 1_000 * SETTLE_S:
+                bar = self._asked(wanted)
+                if bar is not None:
+                    self.after_ms = bar.time_ms
+                    return bar
+            # In small steps, so that a stop and the kill switch are seen at once.
+            self.clock.sleep(self.poll_s)
+        return None
+
+    def _asked(self, wanted: int) -> LiveBar | None:
+        step = self.exchanges[0].step
+        try:
+            found = {each.symbol: {row[0]: row for row in each.closed_since(wanted)} for each in self.exchanges}
+        except FetchError as error:
+            self.alarm(str(error))
+            return None
+        common = sorted(set.intersection(*(set(rows) for rows in found.values())))
+        # A bar that is missing for a whole bar length after its close will not come: what follows is a gap.
+        if not common or (common[0] > wanted and self.clock.now() < wanted + 2 * step):
+            return None
+        return live_bar(common[0], {symbol: rows[common[0]] for symbol, rows in found.items()})
+
+
+def live_bar(time_ms: int, rows: dict[str, Row]) -> LiveBar:
+    return LiveBar(time_ms, {symbol: dict(zip(VALUES, row[1:], strict=True)) for symbol, row in rows.items()})
+
+
+def fetch_lead_in(exchanges: Sequence[Exchange], bars: int) -> Bars:
+    """The last closed bars of every symbol, which must follow each other without a gap."""
+    step = exchanges[0].step
+    stop = math.floor(exchanges[0].now / step) * step
+    frames = []
+    for exchange in exchanges:
+        gap = Gap(stop - bars * step, stop, step)
+        rows = [row for page in exchange.pages(gap, None) for row in page]
+        times = [row[0] for row in rows]
+        if times != list(range(gap.start, stop, step)):
+            raise BarsError(
+                f"{exchange.client.id} {exchange.symbol}: {len(rows):,} of the last {bars:,} bars; features need them "
+                "without a gap. Try again later"
+            )
+        columns = {name: [row[1 + place] for row in rows] for place, name in enumerate(VALUES)}
+        frames.append(
+            pl.DataFrame({"symbol": [exchange.symbol] * len(rows), "time": times, **columns}).with_columns(
+                pl.col("time").cast(TIME_TYPE)
+            )
+        )
+    frequency = timedelta(milliseconds=step)
+    frame = with_segments(pl.concat(frames).sort("symbol", "time"), around_the_clock(frequency))
+    return Bars(frame, frequency, exchanges[0].client.id)

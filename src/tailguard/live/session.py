@@ -1,0 +1,321 @@
+"""A trading session: bar by bar from a closed bar to a decision, and from a decision to orders whose outcome is known.
+
+Without a venue the session is a shadow: the account is simulated, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tailguard.errors import TailguardError
+from tailguard.live.bar_history import BarSource, LiveBar
+from tailguard.live.decide import AccountAtClose, BarDecider
+from tailguard.live.guards import Breach, GuardConfig, Guards
+from tailguard.live.journal import Journal, nowhere
+from tailguard.live.kill import KillSwitch
+from tailguard.live.orders import OrderConfig, OrderDesk, size_order
+from tailguard.live.reconcile import plain, reconcile
+from tailguard.live.session_state import Ledger
+from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
+
+FLATTEN_ROUNDS = 20
+"""Attempts at closing a position for a kill, as when each is filled in part."""
+
+
+class Killed(TailguardError):
+    """Trading has ended until a person releases it."""
+
+
+class ShadowAccount(Protocol):
+    """A simulated account that fills the last decision at the bar that has just closed."""
+
+    def close_bar(self, target: list[float] | None) -> bool:
+        """Trade the target over the bar; returns whether the account was liquidated. None: no decision yet."""
+        ...
+
+    def restore(self, equity: float, weights: list[float]) -> None: ...
+
+    def at_close(self) -> AccountAtClose: ...
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """What a session trades and by which limits."""
+
+    run: str
+    """Name of the run and of the session; part of every client id."""
+    mode: str
+    symbols: tuple[str, ...]
+    capital: float
+    """Equity 1, in the quote currency."""
+    leverage: float
+    bar_ms: int
+    window: int
+    """Bars of a window of the budget: the agent's episode length."""
+    guards: GuardConfig
+    orders: OrderConfig
+
+
+class Session:
+    """One account, one agent, one journal."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        decider: BarDecider,
+        journal: Journal,
+        clock: Clock,
+        kill: KillSwitch,
+        *,
+        venue: Venue | None = None,
+        shadow: ShadowAccount | None = None,
+        about: dict[str, Any] | None = None,
+        crash_point: Callable[[str], None] = nowhere,
+    ) -> None:
+        if (venue is None) == (shadow is None):
+            raise ValueError("a session has a venue or a shadow account")
+        self.config, self.decider, self.clock, self.kill = config, decider, clock, kill
+        self.venue, self.shadow = venue, shadow
+        self.ledger = Ledger(journal, clock.now)
+        self.guards = Guards(config.guards, config.capital, config.leverage, config.bar_ms)
+        self.desk = (
+            None
+            if venue is None
+            else OrderDesk(venue, clock, self.ledger, self.guards, kill, config.orders, config.run, crash_point)
+        )
+        self.account = VenueAccount(config.capital, {})
+        """The venue's, as last seen."""
+        if self.ledger.state.started is None:
+            self.ledger.record(
+                "start",
+                run=config.run,
+                mode=config.mode,
+                symbols=list(config.symbols),
+                capital=config.capital,
+                window=config.window,
+                **(about or {}),
+            )
+        else:
+            self.ledger.record("resume", dropped_bytes=journal.dropped)
+
+    # --- start and end ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bring bars, memory and books back to where the journal ends; raises `Killed` if trading has ended."""
+        state = self.ledger.state
+        if state.bars:
+            self.decider.read(*state.bars)
+            self.decider.restore(state.decisions)
+        last = state.last_decision
+        if self.shadow is not None and last is not None:
+            self.shadow.restore(last["equity"], last["weights"])
+        can_trade = True
+        if self.desk is not None:
+            if last is not None:
+                self.account = VenueAccount(
+                    last["cash"], {each: state.ours[each] + state.foreign[each] for each in state.ours}
+                )
+            can_trade = self._reach_venue()
+            if last is None and not can_trade:
+                raise TailguardError("the venue cannot be reached; nothing was sent. Start again when it answers")
+        self.obey_kill()
+        if state.bars and (last is None or last["bar"] != state.bars[-1].time_ms):
+            # The process ended between a bar and its decision.
+            self._decide(state.bars[-1])
+        elif last is not None and can_trade:
+            self._trade(state.bars[-1], last["target"])
+        self.obey_kill()
+
+    def run(self, source: BarSource, *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Trade until the source ends or a stop is asked for; raises `Killed` when the kill switch trips."""
+        while not stop():
+            bar = source.next_bar()
+            if bar is None:
+                break
+            self.on_bar(bar)
+        self.obey_kill()
+        self.ledger.record("stop")
+
+    def release(self, person: str) -> None:
+        """Go on after a kill or a freeze, by the word of a person."""
+        last = self.ledger.state.last_decision
+        self.ledger.record("release", by=person, equity=None if last is None else last["equity"])
+        # The record first: a crash in between leaves the switch tripped.
+        self.kill.release()
+
+    def obey_kill(self) -> None:
+        """Raise `Killed` if the kill switch is tripped, after settling our orders and closing positions if asked to."""
+        state = self.ledger.state
+        if self.kill.is_tripped():
+            wants_flat = self.kill.wants_flat()
+            if state.killed is None or (wants_flat and not state.flatten_due and any(state.ours.values())):
+                self.ledger.record("kill", message=self.kill.message(), flatten=wants_flat)
+        if state.killed is None:
+            return
+        # A file that was deleted by hand does not release anything.
+        self.kill.trip(state.killed, flatten=state.flatten_due)
+        if self.desk is not None:
+            for intent in state.open_intents:
+                self.desk.settle(intent)
+            if state.flatten_due:
+                self._flatten()
+        held = {symbol: plain(size) for symbol, size in state.ours.items() if size}
+        raise Killed(
+            f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "
+            "with --release"
+        )
+
+    # --- a bar --------------------------------------------------------------------------------------------------------
+
+    def on_bar(self, bar: LiveBar) -> None:
+        """Take in a closed bar, decide, and trade if the bar is fresh."""
+        self.obey_kill()
+        state = self.ledger.state
+        if state.bars and bar.time_ms <= state.bars[-1].time_ms:
+            return  # a source may repeat bars after it was disconnected
+        breach = self.guards.bar(bar, state.bars[-1] if state.bars else None)
+        if breach is not None:
+            self._freeze(breach)
+            if breach.guard == "inconsistent_bar":
+                return  # it is missing from now on, and what follows is a gap
+        self.ledger.record("bar", **bar.to_dict())
+        self.decider.read(bar)
+        self._decide(bar)
+        self.obey_kill()
+
+    def _decide(self, bar: LiveBar) -> None:
+        state = self.ledger.state
+        last = state.last_decision
+        liquidated = self.shadow is not None and self.shadow.close_bar(None if last is None else last["target"])
+        can_trade = self.desk is None or self._reach_venue()
+        account = self._account_at(bar)
+        if liquidated:
+            self.kill.trip("the simulated account was liquidated")
+        breach = self.guards.account(account.equity, state) or self.guards.errors(state, self.clock.now())
+        if breach is not None:
+            self.kill.trip(f"{breach.guard}: {breach.message}")
+        content: dict[str, Any] = {
+            "equity": account.equity,
+            "weights": list(account.weights),
+            "cash": self.account.cash,
+        }
+        if self.decider.can_decide(account.row):
+            memory = self.decider.prepare(account)
+            decision = self.decider.decide(account)
+            age = memory["window"][2] % self.config.window
+            content |= {"unfilled": list(account.unfilled), "memory": memory, "age": age, "flat": False}
+            content |= {"target": decision.target, "throttle": decision.throttle, "shielded": decision.shielded}
+        else:
+            # Features warm up again after a gap. A backtest holds nothing there, and neither does a session.
+            content |= {"target": [0.0] * len(self.config.symbols), "flat": True}
+        self.ledger.record("decision", bar=bar.time_ms, **content)
+        if can_trade:
+            self._trade(bar, content["target"])
+
+    def _account_at(self, bar: LiveBar) -> AccountAtClose:
+        """The account at the close of the bar."""
+        if self.shadow is not None:
+            return self.shadow.at_close()
+        closes = {symbol: float(row["close"] or 0) for symbol, row in bar.values.items()}
+        equity = self.account.equity(closes)
+        ours = self.ledger.state.ours
+        # An account that has lost everything has no weights.
+        weights = [float(ours[symbol]) * closes[symbol] / equity if equity > 0 else 0.0 for symbol in closes]
+        return AccountAtClose(self.decider.row, equity / self.config.capital, weights, [0.0] * len(weights))
+
+    def _reach_venue(self) -> bool:
+        """Reconcile with the venue; False where it cannot be reached within the desk's patience."""
+        assert self.desk is not None
+        deadline = self.clock.now() + round(1000 * self.config.orders.patience_s)
+        while True:
+            try:
+                self.desk.sync_clock()
+                self.account = reconcile(self.desk)
+                return True
+            except OutcomeUnknown as error:
+                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
+            if self.clock.now() >= deadline or self.kill.is_tripped():
+                return False
+            self.clock.sleep(self.config.orders.poll_s)
+
+    # --- orders -------------------------------------------------------------------------------------------------------
+
+    def _trade(self, bar: LiveBar, target: list[float]) -> None:
+        """Send the orders of a decision, reductions first, while its bar is fresh."""
+        if self.desk is None or self.venue is None or self.guards.is_stale(bar, self.clock.now()):
+            return
+        try:
+            prices = dict(self.venue.prices())
+        except OutcomeUnknown as error:
+            self.ledger.record("error", message=f"{type(error).__name__}: {error}")
+            return
+        state, rules = self.ledger.state, self.venue.instruments()
+        equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
+        for symbol in self.config.symbols:
+            close = float(bar.values[symbol]["close"] or 0)
+            breach = self.guards.price(symbol, close, prices[symbol])
+            if breach is not None:
+                self._freeze(breach)
+        sized = []
+        for symbol, weight in zip(self.config.symbols, target, strict=True):
+            held, price = state.ours[symbol], prices[symbol]
+            quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=bool(state.frozen))
+            reduces = abs(held + quantity) <= abs(held) and held * (held + quantity) >= 0
+            if not reduces:
+                breach = self.guards.order(abs(float(quantity)) * price, equity, state, self.clock.now())
+                if breach is not None:
+                    self._freeze(breach)
+                    quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=True)
+                    reduces = True
+            sized.append((not reduces, symbol, quantity))
+        for increases, symbol, quantity in sorted(sized):
+            # A fill of this very bar may have frozen increases.
+            if quantity and not (increases and state.frozen):
+                self.desk.send(
+                    bar.time_ms,
+                    symbol,
+                    quantity,
+                    prices[symbol],
+                    rules[symbol],
+                    reduce_only=not increases,
+                    is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
+                )
+
+    def _flatten(self) -> None:
+        """Close all positions of ours, after a kill that asked for it."""
+        assert self.desk is not None
+        assert self.venue is not None
+        state = self.ledger.state
+        bar_ms = state.bars[-1].time_ms if state.bars else 0
+        for _ in range(FLATTEN_ROUNDS):
+            try:
+                self.desk.sync_clock()
+                self.account = reconcile(self.desk)
+                prices, rules = self.venue.prices(), self.venue.instruments()
+            except OutcomeUnknown as error:
+                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
+                self.clock.sleep(self.config.orders.poll_s)
+                continue
+            due = {symbol: size for symbol, size in state.ours.items() if size}
+            if not due and not state.open_intents:
+                self.ledger.record("flattened")
+                return
+            for symbol, size in due.items():
+                quantity = size_order(0.0, 1.0, size, prices[symbol], rules[symbol], reduce_only=True)
+                if quantity:
+                    self.desk.send(
+                        bar_ms,
+                        symbol,
+                        quantity,
+                        prices[symbol],
+                        rules[symbol],
+                        reduce_only=True,
+                        flatten=True,
+                        is_fresh=lambda: True,
+                    )
+
+    def _freeze(self, breach: Breach) -> None:
+        if breach.guard not in self.ledger.state.frozen:
+            self.ledger.record("freeze", guard=breach.guard, message=breach.message)

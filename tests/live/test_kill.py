@@ -1,0 +1,96 @@
+"""The kill switch: nothing is sent after it, it stays, and only a person goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tailguard.live.faults import FaultRates, Faults
+from tailguard.live.kill import KillSwitch
+from tailguard.live.session import Killed
+
+from .conftest import WorldMaker
+from .test_reconcile import Constant
+
+
+def test_the_switch_is_a_file_that_stays(tmp_path: Path) -> None:
+    switch = KillSwitch(tmp_path / "live" / "KILL")
+    assert not switch.is_tripped()
+    switch.trip("first")
+    switch.trip("second")
+    assert (switch.is_tripped(), switch.message(), switch.wants_flat()) == (True, "first", False)
+    switch.trip("third", flatten=True)
+    assert (switch.message(), switch.wants_flat()) == ("third", True)
+    switch.release()
+    assert not switch.is_tripped()
+    for content in (b"", b"\xff{", b"[1]"):
+        switch.path.write_bytes(content)
+        assert switch.is_tripped()
+        assert not switch.wants_flat()
+
+
+def test_after_the_switch_nothing_is_sent_until_a_person_releases_it(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 5)
+    world.kill.trip("a person said so")
+    for _ in range(3):  # a restart does not help
+        with pytest.raises(Killed, match=r"a person said so.*--release"):
+            world.trade(world.session(), 5)
+    world.kill.path.unlink()  # nor does deleting the file
+    with pytest.raises(Killed, match="a person said so"):
+        world.trade(world.session(), 5)
+    assert len(world.venue.sends) == 5
+    session = world.session()
+    session.release("a person")
+    world.trade(session, 5)
+    assert len(world.venue.sends) == 10
+    assert world.records("release")[0]["by"] == "a person"
+
+
+@pytest.mark.parametrize("moment", ["before append", "torn append", "after append"])
+def test_a_switch_tripped_at_any_moment_stops_the_next_send(paper_world: WorldMaker, moment: str) -> None:
+    """Tripped while the n-th line is written, for every n of a bar: also between an intent and its order."""
+    for number in range(40, 60):
+        world = paper_world()
+        world.journal_path.unlink(missing_ok=True)
+        world.kill.release()
+        reached, sent = 0, None
+
+        def watch(name: str) -> None:
+            nonlocal reached, sent
+            reached += name == moment
+            if reached == number and sent is None:  # noqa: B023 (called within the iteration)
+                world.kill.trip("now")  # noqa: B023
+                sent = len(world.venue.sends)  # noqa: B023
+
+        world.crash_point = watch
+        with pytest.raises(Killed):
+            world.trade(world.session(), 30)
+        assert sent is not None
+        assert len(world.venue.sends) == sent
+        assert not world.session().ledger.state.open_intents
+
+
+@pytest.mark.parametrize("rates", [FaultRates(), FaultRates(partial_fill=0.7, reply_lost=0.2, rate_limited=0.2)])
+def test_a_kill_that_asks_for_it_closes_our_positions_and_nothing_else(paper_world: WorldMaker, rates) -> None:
+    from decimal import Decimal
+
+    world = paper_world(make_decider=lambda: Constant(0.8), faults=Faults(seed=5))
+    symbol = world.bars.symbols[0]
+    world.trade(world.session(), 5)
+    world.venue.trade_outside(symbol, Decimal(2))
+    world.faults.rates = rates
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        world.session().start()
+    assert world.venue.books.positions[symbol] == 2
+    flattening = [record for record in world.records("intent") if record["flatten"]]
+    assert flattening
+    assert all(record["reduce_only"] for record in flattening)
+    assert len(world.records("flattened")) == 1
+    with pytest.raises(Killed):
+        world.session().start()
+    assert len(world.records("flattened")) == 1
+    assert len([record for record in world.records("intent") if record["flatten"]]) == len(flattening)

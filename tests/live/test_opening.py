@@ -1,0 +1,237 @@
+"""Sessions of a real run through the command line: shadow, paper, restart, verification, kill and release."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import tailguard as tg
+from tailguard.cli import app
+from tailguard.config import load_config
+from tailguard.data.storage import write_frame
+from tailguard.errors import ConfigError, TailguardError
+from tailguard.experiment.trained_run import open_run
+from tailguard.live.decide import WarmUpError
+from tailguard.live.journal import JournalError, read_records
+from tailguard.live.opening import LiveSource, open_session, verify_session
+from tailguard.live.screen import render
+from tailguard.live.session import Killed
+from tailguard.runs.runner import train
+
+SMALL = (
+    "data.synthetic_bars=2000",
+    "data.features=[bollinger_20, trend_24]",
+    "data.embargo=1d",
+    "data.test=70h",
+    "data.validation=0.1",
+    "env.num_envs=8",
+    "env.episode_length=32",
+    "learner=ppo",
+    "ppo.n_steps=16",
+    "ppo.minibatch_size=64",
+    "ppo.epochs=1",
+    "ppo.network.hidden=[8]",
+    "ppo.network.lstm_size=8",
+    "training.total_timesteps=384",
+    "training.threads=1",
+)
+
+
+@pytest.fixture(scope="module")
+def trained_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    train(load_config(overrides=SMALL), folder, Console(quiet=True))
+    return folder
+
+
+@pytest.fixture
+def run(trained_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_folder, tmp_path / "small"))
+
+
+Cli = Callable[..., str]
+
+
+@pytest.fixture
+def cli() -> Cli:
+    def invoke(*arguments: object, fails: str | None = None) -> str:
+        result = CliRunner().invoke(app, [str(each) for each in arguments])
+        if fails is None:
+            assert result.exit_code == 0, result.output + repr(result.exception)
+        else:
+            assert isinstance(result.exception, TailguardError)
+            assert fails in str(result.exception)
+        return result.output
+
+    return invoke
+
+
+def journal_of(run: Path, mode: str) -> list[dict]:
+    return list(read_records(run / "live" / mode / "journal.jsonl"))
+
+
+def test_a_shadow_session_of_a_run_is_its_backtest(run: Path, cli: Cli) -> None:
+    shown = cli("live", run)
+    records = journal_of(run, "shadow")
+    decisions = [record for record in records if record["kind"] == "decision"]
+    opened = open_run(run)
+    expected = tg.backtest(opened.agent, opened.part("test"), progress_bar=False)
+    assert len(decisions) == 70
+    np.testing.assert_array_equal([each["target"] for each in decisions[:-1]], expected.targets)
+    assert f"equity {expected.equity[-1]:.6f}" in shown
+    verified = cli("live", run, "--verify")
+    assert "verified  70 decisions" in verified
+    assert records[-1]["hash"] in verified
+    # A replay that has ended has nothing to add.
+    cli("live", run)
+    assert [record["kind"] for record in journal_of(run, "shadow")[-2:]] == ["resume", "stop"]
+
+
+def test_a_paper_session_of_a_run_has_its_backtests_equity(run: Path, cli: Cli) -> None:
+    cli("live", run, "--mode", "paper", "--guard", "slippage=0.1")
+    decisions = [record for record in journal_of(run, "paper") if record["kind"] == "decision"]
+    opened = open_run(run)
+    expected = tg.backtest(opened.agent, opened.part("test"), progress_bar=False)
+    np.testing.assert_allclose([each["equity"] for each in decisions], expected.equity, rtol=0, atol=1e-9)
+    assert not [record for record in journal_of(run, "paper") if record["kind"] == "freeze"]
+    cli("live", run, "--mode", "paper", "--verify")
+
+
+def test_a_replay_of_other_bars_begins_after_the_warm_up(run: Path, cli: Cli, tmp_path: Path) -> None:
+    bars = tg.make_market(120, seed=4).bars
+    write_frame(bars.frame.drop("segment"), tmp_path / "bars.parquet")
+    cli("live", run, "--data", tmp_path / "bars.parquet")
+    records = journal_of(run, "shadow")
+    decisions = [record for record in records if record["kind"] == "decision"]
+    warmup = 120 - len(decisions)
+    assert not any(record["flat"] for record in decisions)
+    assert decisions[0]["bar"] == bars.panel().time[warmup]
+    assert warmup == 24
+
+
+def test_a_session_that_is_stopped_goes_on_where_it_was(run: Path) -> None:
+    count = 0
+
+    def stop() -> bool:
+        nonlocal count
+        count += 1
+        return count > 20
+
+    for _ in range(5):
+        count = 0
+        opened = open_session(run, "paper", LiveSource(), {"slippage": 0.1})
+        opened.session.start()
+        opened.session.run(opened.source, stop=stop)
+        opened.session.ledger.journal.close()
+    decisions = [record for record in journal_of(run, "paper") if record["kind"] == "decision"]
+    once = open_run(run)
+    expected = tg.backtest(once.agent, once.part("test"), progress_bar=False)
+    np.testing.assert_allclose([each["equity"] for each in decisions], expected.equity, rtol=0, atol=1e-9)
+
+
+def test_a_kill_by_command_stops_and_a_release_goes_on(run: Path, cli: Cli) -> None:
+    cli("kill", run)
+    cli("live", run, "--mode", "paper", fails="tailguard kill, by")
+    assert not [record for record in journal_of(run, "paper") if record["kind"] == "intent"]
+    cli("live", run, "--mode", "paper", fails="--release")
+    assert "released" in cli("live", run, "--mode", "paper", "--release", "--guard", "slippage=0.1")
+    assert [record for record in journal_of(run, "paper") if record["kind"] == "intent"]
+
+
+def test_a_signal_trips_the_switch(run: Path) -> None:
+    import os
+    import signal
+
+    from tailguard.cli.live import _signals, _Stopping
+
+    opened = open_session(run, "paper", LiveSource(), {})
+    stopping = _Stopping()
+    with _signals(stopping, opened.session.kill):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.asked
+        assert not opened.session.kill.is_tripped()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert opened.session.kill.message() == "the signal SIGUSR1"
+    with pytest.raises(Killed):
+        opened.session.start()
+    opened.session.ledger.journal.close()
+
+
+def test_what_was_tampered_with_is_found(run: Path, cli: Cli) -> None:
+    cli("live", run)
+    path = run / "live" / "shadow" / "journal.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    content = json.loads(lines[100])
+    content["time"] += 1
+    path.write_text("".join([*lines[:100], json.dumps(content, separators=(",", ":")) + "\n", *lines[101:]]))
+    with pytest.raises(JournalError, match="line 101 was changed"):
+        verify_session(run, "shadow")
+    path.write_text("".join(lines))
+    verify_session(run, "shadow")
+    lead_in = run / "live" / "shadow" / "lead_in.parquet"
+    lead_in.write_bytes(lead_in.read_bytes()[:-1] + b"x")
+    cli("live", run, "--verify", fails="changed since the session began")
+
+
+def test_a_forged_decision_with_a_fitting_chain_is_found(run: Path, cli: Cli) -> None:
+    """Whoever can write the file can write a chain that fits, but not decisions that the agent would make."""
+    from tailguard.live.journal import Journal
+
+    cli("live", run)
+    records = journal_of(run, "shadow")
+    path = run / "live" / "shadow" / "journal.jsonl"
+    path.unlink()
+    with Journal(path, sync=False) as journal:
+        for record in records:
+            content = {key: value for key, value in record.items() if key not in ("kind", "time", "previous", "hash")}
+            if record["kind"] == "decision" and record["memory"]["count"] == 47:
+                content["target"] = [content["target"][0] + 1e-12]
+            journal.append(record["kind"], record["time"], **content)
+    with pytest.raises(WarmUpError, match="in a replay and"):
+        verify_session(run, "shadow")
+
+
+def test_another_agent_cannot_take_over_a_session(run: Path, cli: Cli) -> None:
+    cli("live", run)
+    manifest = next((run / "agent").glob("*.json"))
+    manifest.write_text(manifest.read_text() + " ")
+    cli("live", run, fails="its agent has changed since the session began")
+
+
+def test_options_that_make_no_sense_are_refused(run: Path, cli: Cli, tmp_path: Path) -> None:
+    cli("live", run, "--mode", "paper", "--exchange", "binance", fails="--mode paper replays bars")
+    cli("live", run, "--guard", "drawdwn=1", fails="--guard drawdwn: unknown; there are order_notional")
+    cli("live", run, "--guard", "drawdown", fails="write a name and a number")
+    cli("live", run, "--verify", "--mode", "paper", fails="no session in the mode paper")
+    cli("kill", tmp_path / "nowhere", fails="no run here")
+    result = CliRunner().invoke(app, ["live", str(run), "--mode", "live"])
+    assert result.exit_code == 2
+
+
+def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
+    opened = open_session(run, "paper", LiveSource(), {"order_notional": 1e-6, "slippage": 0.1})
+    session = opened.session
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(session))
+    session.start()
+    for _ in range(3):
+        session.on_bar(opened.source.next_bar())
+    console.print(render(session))
+    session.ledger.journal.close()
+    shown = console.export_text()
+    decision = session.ledger.state.last_decision
+    assert "waiting for the first bar" in shown
+    assert f"{decision['target'][0]:+.4f}" in shown
+    assert "order_notional:" in shown
+    assert "increases are frozen" in shown
+    assert "closed 0 s ago" in shown
+    with pytest.raises(ConfigError):
+        open_session(run, "paper", LiveSource(exchange="binance"))

@@ -1,0 +1,134 @@
+"""Reconciliation: differences are explained or freeze increases, and what is not ours is never touched."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from tailguard.live.orders import PREFIX
+from tailguard.live.reconcile import plain
+from tailguard.live.session import Killed
+from tailguard.live.session_state import divide_position
+from tailguard.live.simulation import RandomWeights
+from tailguard.live.venue import OrderRequest
+
+from .conftest import WorldMaker
+
+
+@pytest.mark.parametrize(
+    ("found", "ours", "kept", "foreign"),
+    [
+        (9, 5, 5, 4),  # somebody bought 4 beside our 5
+        (3, 5, 3, 0),  # somebody sold 2 of ours
+        (-2, 5, 0, -2),  # sold all of ours and 2 more
+        (0, 5, 0, 0),
+        (4, 0, 0, 4),
+        (-9, -5, -5, -4),
+        (-3, -5, -3, 0),
+        (2, -5, 0, 2),
+    ],
+)
+def test_a_position_is_divided_into_ours_and_not_ours(found, ours, kept, foreign) -> None:
+    assert divide_position(Decimal(found), Decimal(ours)) == (kept, foreign)
+
+
+class Constant(RandomWeights):
+    """Always the same weight."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__(1)
+        self.weight = weight
+
+    def weights_at(self, _: int) -> list[float]:
+        return [self.weight]
+
+
+def test_a_position_that_was_there_before_is_never_traded(paper_world: WorldMaker) -> None:
+    """Three units of somebody else's: the session freezes at its start, and after the release trades beside them."""
+    world = paper_world()
+    symbol = world.bars.symbols[0]
+    world.venue.trade_outside(symbol, Decimal(3))
+    session = world.session()
+    world.trade(session, 5)
+    assert session.ledger.state.foreign[symbol] == 3
+    assert "position" in session.ledger.state.frozen
+    assert not world.venue.books.orders
+    session.release("a person")
+    world.trade(session, 20)
+    state = session.ledger.state
+    assert len(world.venue.books.orders) >= 15
+    assert state.foreign[symbol] == 3
+    assert world.venue.books.positions[symbol] == state.ours[symbol] + 3
+    assert not state.frozen
+
+
+def test_what_a_stranger_adds_is_left_alone_and_freezes_increases(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    ours = session.ledger.state.ours[symbol]
+    world.venue.trade_outside(symbol, Decimal("0.7"))
+    world.trade(session, 1)
+    state = session.ledger.state
+    assert (state.ours[symbol] <= ours, state.foreign[symbol]) == (True, Decimal("0.7"))
+    assert "0.7 is not" in state.frozen["position"]
+    # From here on orders of ours only reduce our own position.
+    before = state.ours[symbol]
+    world.trade(session, 30)
+    sizes = [Decimal(record["quantity"]) for record in world.records("intent")[6:]]
+    assert all(size < 0 for size in sizes)
+    assert 0 <= state.ours[symbol] <= before
+    assert world.venue.books.positions[symbol] == state.ours[symbol] + Decimal("0.7")
+
+
+def test_what_a_stranger_takes_is_no_longer_ours(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    world.venue.trade_outside(symbol, -2 * session.ledger.state.ours[symbol])
+    foreign = world.venue.books.positions[symbol]
+    assert foreign < 0
+    world.trade(session, 10)
+    state = session.ledger.state
+    assert (state.ours[symbol], state.foreign[symbol]) == (0, foreign)
+    assert world.venue.books.positions[symbol] == foreign
+
+
+def test_an_order_with_our_mark_that_the_journal_does_not_know_freezes(paper_world: WorldMaker) -> None:
+    """As when two machines trade one account."""
+    world = paper_world()
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    price = Decimal(repr(world.venue.prices()[symbol]))
+    world.venue.place(OrderRequest(f"{PREFIX}other", symbol, Decimal(1), price * 2, False, world.clock.now()))
+    world.trade(session, 1)
+    assert "tgother is not in the journal" in session.ledger.state.frozen["unknown_order"]
+    assert session.ledger.state.foreign[symbol] == 1
+
+
+def test_a_liquidation_by_the_venue_is_taken_in_and_kills(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    held = session.ledger.state.ours[symbol]
+    world.venue.liquidate_now()
+    sends = len(world.venue.sends)
+    with pytest.raises(Killed, match=f"liquidated {plain(held)}"):
+        world.trade(session, 1)
+    assert session.ledger.state.ours[symbol] == 0
+    assert "position" not in session.ledger.state.frozen
+    assert len(world.venue.sends) == sends
+
+
+def test_a_liquidation_takes_what_is_not_ours_too(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    world.venue.trade_outside(symbol, Decimal(2))
+    world.trade(session, 1)
+    assert session.ledger.state.foreign[symbol] == 2
+    world.venue.liquidate_now()
+    with pytest.raises(Killed):
+        world.trade(session, 1)
+    assert (session.ledger.state.ours[symbol], session.ledger.state.foreign[symbol]) == (0, 0)
