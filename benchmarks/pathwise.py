@@ -1,29 +1,60 @@
 """Gradients through the market beside PPO and sb3-contrib: time to a target, and what equal time brings.
 
-    python benchmarks/pathwise.py               5 seeds, about 25 minutes on 2 idle cores
-    python benchmarks/pathwise.py --seeds 1     about 5 minutes
+    python benchmarks/pathwise.py                     5 seeds, about 20 minutes on 2 idle cores
+    python benchmarks/pathwise.py --only race         time to half and to three quarters, about 7 minutes
+    python benchmarks/pathwise.py --only equal-time   10, 30 and 60 seconds of training, about 14 minutes
 
-The task, the clock and the evaluation are those of target.py: the share of the planted optimum's growth that a learner
-reaches, acting deterministically, on a year of another market with the same law. For equal time every learner is
-trained from scratch for each duration, so that schedules of the learning rate end with it.
+**Race.** The task, the clock and the evaluation are those of target.py: the share of the planted optimum's growth that
+a learner reaches, acting deterministically, on a year of another market with the same law. One run gives the time to
+half and to three quarters. A learner is given up after `--limit` seconds; its time is then infinite, so that a ratio of
+medians is a lower bound or not given.
+
+**Equal time.** Both learners do what `tailguard train` does: bars are split 70/15/15 (the training part has the three
+years of the race, the test part is not used), the schedules of the learning rate end with the time, and the state with
+the highest growth on the validation part is the result. It is looked for ten times in a run, and the looking is in the
+time. The share that is reported is, as in the race, that on a year of another market. PPO's settings are constant over
+a run, so its states after 10 and 30 s are those of its run of 60 s; the pathwise learner is trained from scratch for
+each. The share of the last state is printed beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Column, Table
-from target import Contender, Task, contenders, make_task, race, result_table
+from target import (
+    FEATURES,
+    SIGNAL,
+    TRAINING_BARS,
+    Contender,
+    Reached,
+    Task,
+    contenders,
+    make_task,
+    result_table,
+    times_to,
+)
+
+import tailguard as tg
+from tailguard.data.prepare import prepare
+from tailguard.runs.validation import Validation
 
 PEER, PPO, PATHWISE = "sb3-contrib as people run it", "Tailguard's PPO", "Tailguard, through the market, 256"
 HALF, THREE_QUARTERS = 0.5, 0.75
 DURATIONS = (10.0, 30.0, 60.0)
+TRAINING_SHARE = 0.7
+LOOKS = 10
+"""Evaluations on the validation part in a run."""
+
+Clock = Callable[[], float]
+CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def chosen(names: Iterable[str]) -> dict[str, Contender]:
@@ -32,33 +63,88 @@ def chosen(names: Iterable[str]) -> dict[str, Contender]:
     return {name: found[name] for begin in names for name in found if name.startswith(begin)}
 
 
-def share_after(task: Task, make: Contender, seed: int, seconds: float) -> float:
-    """Train for so long from scratch, then evaluate on the other market."""
-    learner: Any = make(task, seed)[0]
-    begun, elapsed = time.perf_counter(), 0.0
-    while elapsed < seconds:
-        learner.state.progress = elapsed / seconds
-        learner.iterate()
-        elapsed = time.perf_counter() - begun
-    return task.share(learner)
+# --- time to a target -----------------------------------------------------------------------------------------------
 
 
-def equal_time(seeds: Iterable[int], console: Console) -> Table:
-    """Shares after equal time, medians over the seeds."""
-    learners = chosen((PPO, PATHWISE))
-    shares: dict[str, dict[float, list[float]]] = {name: {seconds: [] for seconds in DURATIONS} for name in learners}
+def race(seeds: Iterable[int], limit: float, clock: Clock, say: Callable[[str], None]) -> list[Table]:
+    """Tables for half and three quarters of the optimum. The peer races to half only: it rarely gets further."""
+    names = chosen((PEER, PPO, PATHWISE))
+    half: dict[str, list[Reached]] = {name: [] for name in names}
+    three_quarters: dict[str, list[Reached]] = {name: [] for name in names if not name.startswith(PEER)}
     for seed in seeds:
         task = make_task(seed)
+        for name, make in names.items():
+            learner, shape = make(task, seed)
+            both = name in three_quarters
+            targets = (HALF, THREE_QUARTERS) if both else (HALF,)
+            # The peer may take twice as long: its median must be a number.
+            runs = times_to(targets, task, learner, shape.samples, limit if both else 2 * limit, clock)
+            half[name].append(runs[0])
+            if both:
+                three_quarters[name].append(runs[1])
+            seconds = ", ".join(
+                f"{run.seconds:.3f} s to {target:.0%}" for run, target in zip(runs, targets, strict=True)
+            )
+            say(f"seed {seed}, {name}: {seconds}, {runs[-1].share:.0%} at the end")
+    return [result_table(HALF, half), result_table(THREE_QUARTERS, three_quarters)]
+
+
+# --- equal time -----------------------------------------------------------------------------------------------------
+
+
+def task_with_validation(seed: int) -> tuple[Task, tg.Bars]:
+    """A task whose training part is followed by bars to choose a state on."""
+    market = tg.make_market(round(TRAINING_BARS / TRAINING_SHARE), seed=seed, signal=SIGNAL)
+    split = tg.split_bars(market.bars, validation=0.15, test=0.15)
+    return make_task(seed, prepare(split.train, FEATURES)), split.validation
+
+
+def train_and_choose(
+    task: Task, validation: tg.Bars, make: Contender, seed: int, seconds: tuple[float, ...], clock: Clock
+) -> dict[float, tuple[float, float]]:
+    """Shares of the chosen and of the last state after each of these times, in one run that ends with the last."""
+    learner: Any = make(task, seed)[0]
+    judge, best, kept = Validation(learner, validation), -math.inf, learner.get_parameters()
+    shares, elapsed = dict[float, tuple[float, float]](), 0.0
+    ends = sorted({*seconds, *(seconds[-1] * look / LOOKS for look in range(1, LOOKS + 1))})
+    for end in ends:
+        begun = clock() - elapsed
+        while elapsed < end:
+            learner.state.progress = elapsed / seconds[-1]
+            learner.iterate()
+            elapsed = clock() - begun
+        score = judge.evaluate(learner)
+        assert score is not None  # the part is half a year long
+        if score.score > best:
+            best, kept = score.score, learner.get_parameters()
+        elapsed = clock() - begun
+        if end in seconds:
+            present = learner.get_parameters()
+            last = task.share(learner)
+            learner.set_parameters(kept)
+            shares[end] = task.share(learner), last
+            learner.set_parameters(present)
+    return shares
+
+
+def equal_time(seeds: Iterable[int], durations: tuple[float, ...], clock: Clock, say: Callable[[str], None]) -> Table:
+    """Shares after equal time, medians over the seeds."""
+    learners = chosen((PPO, PATHWISE))
+    shares: dict[str, dict[float, list[float]]] = {name: {seconds: [] for seconds in durations} for name in learners}
+    for seed in seeds:
+        task, validation = task_with_validation(seed)
         for name, make in learners.items():
-            for seconds in DURATIONS:
-                share = share_after(task, make, seed, seconds)
-                shares[name][seconds].append(share)
-                console.print(f"seed {seed}, {name}: {share:.0%} after {seconds:.0f} s", highlight=False)
-    headings = [Column(f"after {seconds:.0f} s", justify="right") for seconds in DURATIONS]
-    table = Table(Column("share of the planted optimum, out of sample", no_wrap=True), *headings, box=None)
+            # One run for all where nothing depends on how long it is to be.
+            runs = [durations] if name.startswith(PPO) else [(seconds,) for seconds in durations]
+            for run in runs:
+                for seconds, (share, last) in train_and_choose(task, validation, make, seed, run, clock).items():
+                    shares[name][seconds].append(share)
+                    say(f"seed {seed}, {name}: {share:.1%} after {seconds:.0f} s, {last:.1%} without choosing")
+    headings = [Column(f"after {seconds:.0f} s", justify="right", no_wrap=True) for seconds in durations]
+    table = Table(Column("share of the optimum, out of sample", no_wrap=True), *headings, box=None, pad_edge=False)
     for name, by_time in shares.items():
         cells = [
-            f"{statistics.median(found):.0%} ({', '.join(f'{share:.0%}' for share in found)})"
+            f"{statistics.median(found):.1%} ({', '.join(f'{share:.0%}' for share in found)})"
             for found in by_time.values()
         ]
         table.add_row(name, *cells)
@@ -68,24 +154,29 @@ def equal_time(seeds: Iterable[int], console: Console) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="markets and learners to take the median over")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds of training before a run is given up")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument(
+        "--limit", type=float, default=30.0, help="seconds before a run is given up; the peer's is twice"
+    )
+    parser.add_argument("--seconds", type=float, nargs="+", default=DURATIONS, help="times of the part equal-time")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of all learners")
-    parser.add_argument("--only", choices=("half", "three-quarters", "equal-time"), help="one part of the three")
+    parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: where the machine is not idle")
+    parser.add_argument("--only", choices=("race", "equal-time"), help="one part of the two")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    console, seeds = Console(width=160), range(given.seeds)
-    console.print(f"torch {torch.__version__}, {given.threads} threads, {given.seeds} seeds", highlight=False)
+    console, seeds, clock = Console(width=180), range(given.first, given.first + given.seeds), CLOCKS[given.clock]
 
     def say(line: str) -> None:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    if given.only in (None, "half"):
-        console.print(result_table(HALF, race(chosen((PEER, PPO, PATHWISE)), HALF, seeds, given.limit, say)))
-    if given.only in (None, "three-quarters"):
-        found = race(chosen((PPO, PATHWISE)), THREE_QUARTERS, seeds, given.limit, say)
-        console.print(result_table(THREE_QUARTERS, found))
+    say(f"torch {torch.__version__}, {given.threads} threads, seeds {seeds[0]} to {seeds[-1]}, {given.clock} clock")
+    tables = []
+    if given.only in (None, "race"):
+        tables += race(seeds, given.limit, clock, say)
     if given.only in (None, "equal-time"):
-        console.print(equal_time(seeds, console))
+        tables.append(equal_time(seeds, tuple(sorted(given.seconds)), clock, say))
+    for table in tables:
+        console.print(table, "", sep="\n")
 
 
 if __name__ == "__main__":

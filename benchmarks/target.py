@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -81,9 +81,10 @@ def mean_growth(env: tg.TradingEnv, act: Callable[[torch.Tensor, torch.Tensor], 
     return float(growth.mean())
 
 
-def make_task(seed: int) -> Task:
-    """A market to learn on, and another one with the same law."""
-    train = prepare(tg.make_market(TRAINING_BARS, seed=seed, signal=SIGNAL).bars, FEATURES)
+def make_task(seed: int, train: PreparedBars | None = None) -> Task:
+    """A market to learn on, unless it is given, and another one with the same law."""
+    if train is None:
+        train = prepare(tg.make_market(TRAINING_BARS, seed=seed, signal=SIGNAL).bars, FEATURES)
     other = tg.make_market(EVALUATION_BARS, seed=EVALUATION_SEED + seed, signal=SIGNAL)
     env = tg.TradingEnv(prepare(other.bars, scaler=train.scaler), num_envs=ACCOUNTS, episode_length=EPISODE)
     config = env.task.market.config
@@ -134,7 +135,7 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
         f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
         f"Tailguard's PPO, {DEFAULTS}": own,
         f"Tailguard, through the market, {WINDOWS}": through_the_market,
-        "Tailguard, through the market, no critics": partial(through_the_market, critic_epochs=0),
+        "Tailguard, through the market, with critics": partial(through_the_market, critic_epochs=1),
         f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),
         f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
         f"Tailguard, both, {SHORT}": partial(own, shape=SHORT, **CLIPPED),
@@ -154,21 +155,37 @@ class Reached:
     """The last evaluation."""
 
 
-def time_to(target: float, task: Task, learner: Learner, steps: int, limit: float) -> Reached:
-    """Train until an evaluation passes the target, or for `limit` seconds; `steps` in an iteration."""
-    elapsed, due, taken = 0.0, 0.0, 0
+def times_to(
+    targets: Sequence[float],
+    task: Task,
+    learner: Learner,
+    steps: int,
+    limit: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Reached]:
+    """Train until evaluations have passed every target, or for `limit` seconds; `steps` in an iteration.
+
+    `clock`: the seconds that count; `time.process_time` on a machine that is not idle.
+    """
+    elapsed, due, taken, found = 0.0, 0.0, 0, dict[float, Reached]()
     while True:
-        begun = time.perf_counter()
+        begun = clock()
         learner.iterate()
-        elapsed += time.perf_counter() - begun
+        elapsed += clock() - begun
         taken += steps
         if elapsed >= due or elapsed >= limit:
             share = task.share(learner)
-            if share >= target:
-                return Reached(elapsed, taken, share)
-            if elapsed >= limit:
-                return Reached(math.inf, taken, share)
+            for target in targets:
+                if share >= target:
+                    found.setdefault(target, Reached(elapsed, taken, share))
+            if len(found) == len(targets) or elapsed >= limit:
+                return [found.get(target, Reached(math.inf, taken, share)) for target in targets]
             due = 1.03 * elapsed
+
+
+def time_to(target: float, task: Task, learner: Learner, steps: int, limit: float) -> Reached:
+    """`times_to` for one target."""
+    return times_to((target,), task, learner, steps, limit)[0]
 
 
 def result_table(target: float, found: Mapping[str, list[Reached]]) -> Table:
@@ -179,12 +196,12 @@ def result_table(target: float, found: Mapping[str, list[Reached]]) -> Table:
     reference = statistics.median(run.seconds for run in next(iter(found.values())))
     for name, runs in found.items():
         seconds = statistics.median(run.seconds for run in runs)
-        each = ", ".join(f"{run.seconds:.0f}" if math.isfinite(run.seconds) else "–" for run in runs)
+        each = ", ".join(f"{run.seconds:.3g}" if math.isfinite(run.seconds) else "–" for run in runs)
         cells = "–", each, "–", "–"
         if math.isfinite(seconds):
             steps = statistics.median(run.steps for run in runs)
             ratio = f"{reference / seconds:.1f}×" if math.isfinite(reference) else "–"
-            cells = f"{seconds:.1f}", each, f"{steps:,.0f}", ratio
+            cells = f"{seconds:.3g}", each, f"{steps:,.0f}", ratio
         table.add_row(name, *cells)
     return table
 

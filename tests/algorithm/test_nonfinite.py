@@ -67,7 +67,7 @@ def test_a_minibatch_that_is_not_finite_is_left_out_and_counted(make_learner: An
     after = weights(learner)
     assert all(weight.isfinite().all() for weight in after)
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
-    learner.extensions = learner.updates.extensions = ()
+    learner.terms = learner.updates.extensions = ()
     assert learner.iterate()["warn/skipped_nonfinite"] == 2
 
 

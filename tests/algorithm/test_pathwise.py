@@ -41,7 +41,8 @@ def make_env(bars: Any, num_envs: int = 16, **options: Any) -> tg.TradingEnv:
 
 
 def make(bars: Any, risk: tg.RiskConfig | None = None, env: dict[str, Any] | None = None, **options: Any) -> Any:
-    return PathwiseLearner(make_env(bars, **(env or {})), risk=risk, **(SMALL | options))
+    """With critics, unless the options say otherwise: the default does without them."""
+    return PathwiseLearner(make_env(bars, **(env or {})), risk=risk, **(SMALL | {"critic_epochs": 1} | options))
 
 
 def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
@@ -49,7 +50,7 @@ def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
     learner.state.rollout_state = learner._begin()
     start, env_state = learner.state.rollout_state, learner.env.state  # type: ignore[attr-defined]
     noise = learner._noise()
-    traced = learner._collect(noise=noise)
+    traced = learner._act(noise)
     learner.state.rollout_state, learner.env.state = start, env_state  # type: ignore[attr-defined]
     rollout = detached(traced)
     learner.return_moments.update(first_returns(rollout, learner.config.gamma), rollout.valid)
@@ -94,7 +95,7 @@ def test_the_policys_gradient_is_that_of_finite_differences(bars: tg.Bars, n_ste
     learner.policy.action_head.linear.bias.data.fill_(0.4)
     learner.state.rollout_state = learner._begin()
     env_state, stream = learner.env.state, learner.env.generator.get_state()
-    traced = learner._collect(noise=learner._noise())
+    traced = learner._act(learner._noise())
     learner.env.generator.set_state(stream)
     learner.env.state, learner.state.rollout_state = env_state, learner._begin()
     learner.env.generator.set_state(stream)
@@ -163,7 +164,7 @@ def test_no_reward_reaches_an_action_of_the_episode_before(bars: tg.Bars) -> Non
     learner = make(bars, critic_epochs=0, env={"episode_length": 4, "stagger": None})
     learner.state.rollout_state = learner._begin()
     noise = learner._noise()
-    traced = learner._collect(noise=noise)
+    traced = learner._act(noise)
     assert traced.ended[3].all()
     (slopes,) = torch.autograd.grad(traced.rewards[4:].sum(), noise)
     assert (slopes[:4] == 0).all()
@@ -241,18 +242,34 @@ def test_without_critics_nothing_depends_on_them(bars: tg.Bars) -> None:
 
 
 def test_noise_and_entropy_reach_the_deviation_only_where_the_policy_is_stochastic(bars: tg.Bars) -> None:
-    def gradients(stochastic: bool) -> tuple[Tensor, Tensor]:
+    def gradients(stochastic: bool) -> tuple[Tensor | None, ...]:
         learner = make(bars, stochastic=stochastic, critic_epochs=0)
         learner.state.rollout_state = learner._begin()
-        traced, head = learner._collect(noise=learner._noise()), learner.policy.action_head
-        of_rewards, of_entropy = (
-            torch.autograd.grad(term, head.free_log_std, retain_graph=True)[0]
-            for term in (traced.rewards.sum(), head.entropy(traced.dist_params).sum())
+        traced, head = learner._act(learner._noise()), learner.policy.action_head
+        return tuple(
+            torch.autograd.grad(term, head.free_log_std, retain_graph=True, allow_unused=True)[0]
+            for term in (traced.rewards.sum(), head.entropy(traced.dist_params).sum() + 0.0 * traced.rewards.sum())
         )
-        return of_rewards, of_entropy
 
-    assert float(gradients(stochastic=False)[0].abs().sum()) == 0.0
-    assert all(float(found.abs().sum()) > 0.0 for found in gradients(stochastic=True))
+    assert gradients(stochastic=False) == (None, None)
+    for found in gradients(stochastic=True):
+        assert found is not None
+        assert float(found.abs().sum()) > 0.0
+
+
+def test_acting_without_noise_has_the_gradient_of_acting_with_noise_of_size_0(bars: tg.Bars) -> None:
+    """Bit by bit: the deterministic path leaves the spread out of the graph and nothing else."""
+
+    def gradients(deterministic: bool) -> list[Tensor]:
+        learner = make(bars, critic_epochs=0)
+        learner.state.rollout_state = learner._begin()
+        traced = learner._collect(learner._noise(), deterministic=deterministic)
+        parts = [*learner.policy.trunks[0].parameters(), *learner.policy.action_head.linear.parameters()]
+        return [traced.rewards, traced.dist_params, *torch.autograd.grad(traced.rewards.sum(), parts)]
+
+    for one, other in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(one, other)
+        assert bool((one != 0).any())
 
 
 def test_a_deterministic_policys_window_is_the_one_that_predict_would_trade(bars: tg.Bars) -> None:
@@ -260,7 +277,7 @@ def test_a_deterministic_policys_window_is_the_one_that_predict_would_trade(bars
     learner.iterate()
     learner.state.rollout_state = learner._begin()
     obs, env_state = learner.state.rollout_state.obs, learner.env.state
-    traced = detached(learner._collect(noise=learner._noise()))
+    traced = detached(learner._act(learner._noise()))
     actions, _ = learner.predict(obs.numpy(), episode_start=np.ones(16, bool), deterministic=True)
     target, _ = learner.env.task.decide(torch.as_tensor(actions), env_state)
     state, _ = learner.env.task.advance(env_state, target)
@@ -283,7 +300,7 @@ def test_whole_episodes_have_the_tails_exact_gradient() -> None:
     learner.policy.requires_grad_()
     for _ in range(2):
         learner.state.rollout_state = learner._begin()
-        traced = learner._collect(noise=learner._noise())
+        traced = learner._act(learner._noise())
         assert learner.risk is not None
         costs = learner.risk.costs(traced)
     slope_of_weight = 3.0 * (1 - np.tanh(-0.1) ** 2)  # the box is −1 to 5
@@ -299,8 +316,8 @@ def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
     env = BetsEnv(4096)
     learner = PathwiseLearner(
         env, n_steps=1, critic_epochs=0, memory="none", hidden=(), critic="scalar", seed=seed,
-        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=2.0, ki=0.05),
-        learning_rate="exponential:0.1:0.002",
+        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=1.0, ki=0.03),
+        learning_rate="exponential:0.2:0.01",
     )  # fmt: skip
     weights, multipliers = [], []
 
@@ -314,14 +331,15 @@ def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
         learner.state.progress = update / 100
         learner.metrics = learner.iterate()
         note()
-    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.04)
-    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.2)
+    # The tail of 4,096 episodes is known to 2 %, and λ follows it by kp: more gain moves w sooner and makes λ noisier.
+    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.035)
+    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.06)
 
 
 @pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
 def test_a_budget_changes_the_step_and_a_kept_one_does_not(bars: tg.Bars, measure: Any) -> None:
     def weights(risk: tg.RiskConfig | None) -> dict[str, Tensor]:
-        learner = make(bars, risk, env={"num_envs": 32})
+        learner = make(bars, risk, env={"num_envs": 32}, learning_rate=1e-2)
         for _ in range(8):
             learner.iterate()
         return learner.policy.state_dict()
@@ -384,7 +402,7 @@ def test_where_orders_fill_slowly_the_sign_is_right() -> None:
         metrics = learner.iterate()
     weights = learner.snapshot.rollout.outcome["weights"]  # type: ignore[union-attr]
     assert float(weights.mean()) < -0.5
-    assert metrics["rollout/ep_pnl_mean"] > 0.05
+    assert metrics["rollout/ep_pnl_mean"] > 0.074  # what PPO by GAE earns there
 
 
 # --- exactness, saving and the other learner -------------------------------------------------------------------------
@@ -471,18 +489,23 @@ def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
         make(bars, entropy_coef=0.01)
     with pytest.raises(ConfigError, match="no such setting"):
         make(bars, clip_range=0.2)
+    with pytest.raises(ConfigError, match=r"ppo.learning_rate.*auto"):
+        tg.DistributionalPPO(make_env(bars), learning_rate="auto")
 
 
 def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     """The gradient of an episode's tail is exact only through all of its bars; nothing of it comes after them."""
-    whole = make(bars, BUDGET, n_steps=0)
+    whole = make(bars, BUDGET, n_steps=0, critic_epochs=None)
     assert (whole.config.n_steps, whole.config.critic_epochs) == (32, 0)
+    assert whole.config.learning_rate == "linear:2e-2:2e-3"
     whole.iterate()
     assert whole.num_timesteps == 32 * 16
-    without = make(bars, n_steps=0)
-    assert (without.config.n_steps, without.config.critic_epochs) == (16, 1)
-    on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0)
-    assert on_bars.config.n_steps == 16
+    without = make(bars, n_steps=0, critic_epochs=None)
+    assert (without.config.n_steps, without.config.critic_epochs) == (16, 0)
+    assert without.config.learning_rate == "exponential:4e-2:2e-3"
+    assert float(without.learning_rate) == pytest.approx(4e-2)
+    on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0, critic_epochs=None)
+    assert (on_bars.config.n_steps, on_bars.config.critic_epochs) == (16, 1)
     # The stand-in for an environment of an agent that is loaded without one has episodes of one step.
     assert PathwiseConfig().completed(BUDGET, 1).n_steps == 16
     given = make(bars, BUDGET, n_steps=8, critic_epochs=2)

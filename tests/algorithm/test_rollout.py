@@ -151,6 +151,26 @@ def test_the_scale_clips_and_keeps_a_nan() -> None:
     assert found[1, 0].isnan()
 
 
+@pytest.mark.parametrize("clip", [2.0, math.inf])
+def test_what_the_network_sees_is_finite_and_has_the_slopes_of_the_plain_formula(clip: float) -> None:
+    scale = ObservationScale(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.3]), clip)
+    obs = torch.tensor([[2.0, -7.0], [math.nan, 0.5], [-0.1, math.inf], [5.0, 0.6]])
+    weights = torch.tensor([[0.7, -1.3], [2.0, 0.9], [-0.4, 1.1], [1.7, 0.2]])
+    with_graph, plain = obs.clone().requires_grad_(), obs.clone().requires_grad_()
+    found, expected = scale.finite(with_graph), scale(plain).nan_to_num(0.0, 0.0, 0.0)
+    assert torch.equal(found, expected)
+    assert torch.equal(scale.finite(obs), expected)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert with_graph.grad is not None
+    assert plain.grad is not None
+    usable = obs.isfinite()
+    assert torch.equal(with_graph.grad[usable], plain.grad[usable])
+    # Beyond the clip nothing moves.
+    assert float(with_graph.grad[0, 1]) == pytest.approx(0.0 if clip == 2.0 else -1.3 / 0.3)
+    assert with_graph.grad[1, 0] == 0.0
+
+
 def test_a_carry_can_be_collected_from_twice_with_the_same_result(make_learner: Any, scripted_env: Any) -> None:
     """Collecting writes nothing into what it is given."""
     env = scripted_env()

@@ -108,7 +108,7 @@ def test_the_fitted_tail_is_that_of_the_law_it_assumes(load: Any) -> None:
     """Exponential losses: the mean beyond the 95 % quantile is 1 + log 20. Student-t₃: 3.874 beyond 2.353 (SciPy)."""
     from scipy import stats
 
-    pareto_cvar = load("coverage").pareto_cvar
+    pareto_cvar = load("interval_coverage").pareto_cvar
     draw = np.random.default_rng(0)
     losses = draw.exponential(size=(4, 200_000))
     np.testing.assert_allclose(pareto_cvar(-losses), -(1 + math.log(20)), rtol=0.02)

@@ -269,7 +269,8 @@ def test_report_writes_its_tables_as_csv_when_asked_to(folder: Path, tmp_path: P
     shown = run("report", folder, "--out", tmp_path / "page.html", "--csv")
     data = tmp_path / "page_data"
     assert f"saved    {data}" in shown
-    assert sorted(path.name for path in data.iterdir()) == ["bars.csv", "drawdowns.csv", "months.csv", "trades.csv"]
+    tables = [path.stem for path in sorted(data.iterdir())]
+    assert tables == ["bars", "drawdowns", "exposures", "months", "trades"]
     assert (data / "trades.csv").read_text().startswith("entry_time,exit_time,symbol,side,bars")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -84,6 +85,15 @@ def test_a_delisted_symbol_is_worth_its_last_or_a_given_price(price: float | Non
     result = tg.backtest(targets, bars, FREE)
     assert result.equity[-1] == pytest.approx(1 + 0.5 * (value - 1), rel=1e-8)
     assert (result.weights[5:, 2] == 0).all()
+
+
+def test_a_delisting_leaves_nothing_behind_where_lots_are_whole() -> None:
+    lots = replace(FREE, lot=3.0, capital=1_000.0)
+    result = tg.backtest(np.tile([[0.2, 0.3, 0.5]], (10, 1)), ragged(), lots)
+    assert result.weights[4, 2] > 0
+    assert (result.weights[5:, 2] == 0).all()
+    # Orders wait in a halt only: hours 6 and 7 are the rows 5 and 6 of the result.
+    assert (result.unfilled[[0, 1, 2, 3, 4, 7, 8]] == 0).all()
 
 
 def test_a_halted_position_cannot_be_sold_and_earns_the_move_of_the_halt() -> None:

@@ -115,3 +115,7 @@ def test_bars_of_another_backtest_are_refused(prices) -> None:
     result = tg.backtest(np.ones((7, 1)), prices, FREE)
     with pytest.raises(ConfigError, match="not computed on these bars"):
         round_trips(result, tg.make_market(7, seed=0, frequency="4h").bars.panel())
+
+
+def test_an_account_that_never_held_anything_has_no_trades(prices) -> None:
+    assert round_trips(tg.backtest(np.zeros((7, 1)), prices, FREE), prices.panel()) == []

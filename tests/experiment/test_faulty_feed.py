@@ -24,7 +24,7 @@ from tailguard.market.tables import COLUMNS
 from tailguard.robust.feed import KINDS, Feed, parse_feed
 
 MARKET = MarketConfig()
-CLOCK = [name for name, entry in FEATURES.items() if entry.market_wide]
+CLOCK = [name for name, entry in FEATURES.items() if entry.market_wide and not entry.needs]
 VOLUME = ["volume_168", "trades_168", "taker_imbalance_1", "taker_imbalance_6", "taker_imbalance_24"]
 
 

@@ -13,7 +13,7 @@ import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.data.bars import Bars
 from tailguard.envs.shield import Shield
-from tailguard.live.bars import BarHistory
+from tailguard.live.bar_history import BarHistory
 from tailguard.live.decide import BarDecider, LiveDecider
 from tailguard.live.guards import GuardConfig
 from tailguard.live.journal import Journal

@@ -21,8 +21,8 @@ from tailguard.live.journal import Journal, read_records
 from tailguard.live.kill import KillSwitch
 from tailguard.live.orders import OrderDesk
 from tailguard.live.paper import PaperVenue
+from tailguard.live.session_state import Intent
 from tailguard.live.simulation import ReplayedMarket
-from tailguard.live.state import Intent
 from tailguard.live.venue import OrderRequest
 from tailguard.market import MarketConfig
 

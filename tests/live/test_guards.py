@@ -11,12 +11,12 @@ import pytest
 
 import tailguard as tg
 from tailguard.errors import ConfigError
-from tailguard.live.bars import LiveBar, bars_of
+from tailguard.live.bar_history import LiveBar, bars_of
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig, Guards
 from tailguard.live.session import Killed
+from tailguard.live.session_state import DAY_MS, HOUR_MS, LiveState
 from tailguard.live.simulation import RandomWeights
-from tailguard.live.state import DAY_MS, HOUR_MS, LiveState
 
 from .conftest import HOUR, LOOSE, WorldMaker
 from .test_reconcile import Constant

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.live.bars import BarHistory
+from tailguard.live.bar_history import BarHistory
 from tailguard.live.decide import LiveDecider
 from tailguard.live.paper import PaperVenue
 from tailguard.live.session import Killed

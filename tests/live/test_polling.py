@@ -14,7 +14,7 @@ import tailguard as tg
 from tailguard.data.bar_file import VALUES
 from tailguard.data.exchange import Exchange, Retry
 from tailguard.errors import BarsError
-from tailguard.live.bars import LiveBar
+from tailguard.live.bar_history import LiveBar
 from tailguard.live.journal import read_records
 from tailguard.live.polling import PollingSource, fetch_lead_in
 from tailguard.live.venue import SimulatedClock
@@ -65,7 +65,7 @@ class Scripted:
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
     class Fresh(Scripted):
-        clock = SimulatedClock(FIRST + 200 * HOUR + 5)
+        clock = SimulatedClock(FIRST + 200 * HOUR + 5_000)
         hidden: set[int] = set()  # noqa: RUF012 (one class a test)
         fails = 0
 
@@ -88,11 +88,12 @@ def values_of(row: int) -> dict[str, float]:
 def test_a_bar_is_given_once_when_it_has_closed(exchange: type[Scripted]) -> None:
     """The exchange also returns the bar that is forming, which is never given."""
     source = source_of(exchange)
+    source.poll_s = 0.5
     for row in range(200, 210):
         bar = source.next_bar()
         assert bar.time_ms == FIRST + row * HOUR
         closed = bar.time_ms + HOUR
-        assert closed + 2_000 <= exchange.clock.now() <= closed + 4_000
+        assert closed + 2_000 <= exchange.clock.now() < closed + 3_000
         assert bar.values["SYN01"] == {name: values_of(row)[name] for name in VALUES}
 
 
@@ -116,6 +117,7 @@ def test_a_failure_raises_an_alarm_and_is_tried_again(exchange: type[Scripted]) 
 def test_a_bar_that_does_not_come_is_a_gap_after_one_bar(exchange: type[Scripted]) -> None:
     exchange.hidden = {200}
     source = source_of(exchange)
+    source.poll_s = 60
     bar = source.next_bar()
     assert bar.time_ms == FIRST + 201 * HOUR
     assert exchange.clock.now() >= FIRST + 202 * HOUR

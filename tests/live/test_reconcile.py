@@ -9,8 +9,8 @@ import pytest
 from tailguard.live.orders import PREFIX
 from tailguard.live.reconcile import plain
 from tailguard.live.session import Killed
+from tailguard.live.session_state import divide_position
 from tailguard.live.simulation import RandomWeights
-from tailguard.live.state import divide_position
 from tailguard.live.venue import OrderRequest
 
 from .conftest import WorldMaker

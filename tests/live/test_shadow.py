@@ -13,7 +13,8 @@ import pytest
 
 import tailguard as tg
 from tailguard.data.bars import Bars, with_segments
-from tailguard.live.bars import ReplaySource
+from tailguard.data.calendars import around_the_clock
+from tailguard.live.bar_history import ReplaySource
 from tailguard.live.decide import WarmUpError
 from tailguard.live.journal import read_records
 from tailguard.live.venue import SimulatedClock
@@ -108,7 +109,7 @@ def test_after_a_gap_nothing_is_held_until_the_features_are_back(agent, shadow_s
     warm-up of 188 bars. What it earned over the gap is in the equity: weight times the jump of the price."""
     bars = tg.make_market(500, seed=8).bars
     keep = ~pl.int_range(pl.len()).is_between(240, 249)
-    frame = with_segments(bars.frame.filter(keep).drop("segment"), timedelta(hours=1))
+    frame = with_segments(bars.frame.filter(keep).drop("segment"), around_the_clock(timedelta(hours=1)))
     bars = replace(bars, frame=frame)
     first = open_time(bars, 200)
     session = shadow_session(agent, bars, first, SimulatedClock(first))

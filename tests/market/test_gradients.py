@@ -98,6 +98,44 @@ def test_partial_fills_are_in_that_comparison(random_panel: PanelMaker) -> None:
     assert 0.2 < torch.stack(shares).mean() < 0.9
 
 
+@pytest.mark.parametrize("volume", [600.0, 1e9])
+def test_a_limit_that_no_order_reaches_leaves_the_slopes_of_a_market_without_one(
+    random_panel: PanelMaker, volume: float
+) -> None:
+    """Some orders reach it at the small volume, none at the large one: there the limit is not in the graph at all."""
+    panel = random_panel(3, BARS + 2, 1, volume=volume, silent=0.0)
+    limited, free = (
+        build_market(panel, MarketConfig(**(FREE | {"fee": 0.002, "participation": share})), dtype=torch.float64)
+        for share in (0.05, float("inf"))
+    )
+    targets = random_targets(1, 4, 1, 0.9)
+    assert_slopes(lambda x: trade(limited, x).equity.log().sum(), targets)
+    slopes = []
+    for market in (limited, free):
+        x = targets.clone().requires_grad_()
+        slopes.append(torch.autograd.grad(trade(market, x).equity.log().sum(), x)[0])
+    assert torch.equal(*slopes) == (volume == 1e9)
+
+
+@pytest.mark.parametrize("gross", [0.9, 1.0, 1.6])
+def test_actions_beyond_the_leverage_are_scaled_down_together_and_so_are_their_slopes(
+    random_panel: PanelMaker, gross: float
+) -> None:
+    """Three times leverage, two assets; the sum of shares is below 1, exactly 1 and above it."""
+    panel = random_panel(13, BARS + 2, 2, silent=0.0)
+    config = MarketConfig(**(FREE | {"leverage": 3.0, "fee": 0.001}))
+    task = TradingTask(
+        build_market(panel, config, dtype=torch.float64), torch.zeros(panel.rows, 1), ("nothing",), episode_length=8
+    )
+    shares = torch.tensor([[0.25, -0.75], [0.6, 0.4]], dtype=torch.float64) * gross
+    with torch.no_grad():
+        expected = 3.0 * shares / max(gross, 1.0)
+        torch.testing.assert_close(task.to_weights(shares), expected, rtol=1e-12, atol=0)
+    x = shares.clone().requires_grad_()
+    assert torch.equal(task.to_weights(x), task.to_weights(shares))
+    assert_slopes(lambda y: (task.to_weights(y) * torch.tensor([1.0, 2.0])).sum(), shares if gross != 1 else 1.01 * x)
+
+
 @pytest.mark.parametrize("funding", [0.004, None])
 def test_slopes_with_observed_funding_keep_its_sign(random_panel: PanelMaker, funding: float | None) -> None:
     panel = random_panel(5, BARS + 12, 2, silent=0.0, funding=funding)

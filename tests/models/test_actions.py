@@ -454,3 +454,18 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out() -> None:
         make_action_head(FEATURES, Discrete((2,)), std="global", squash=True)
     with pytest.raises(ConfigError, match=r"\(3, 0\)"):
         CategoricalHead(FEATURES, Discrete((3, 0)))
+
+
+@pytest.mark.parametrize("low", [-1.0, -0.25])
+def test_the_squashed_action_has_the_slope_of_its_formula(low: float) -> None:
+    """c + h·tanh(u), clipped to the box, and its slope h·(1 − tanh²(u)), also where tanh is 1 in all digits."""
+    head = GaussianHead(FEATURES, _box([low, -2.0], [1.0, 7.0])).double()
+    raw = torch.linspace(-25, 25, 41, dtype=torch.float64).reshape(-1, 1).repeat(1, 2).requires_grad_()
+    action = head.to_env(raw)
+    with torch.no_grad():
+        assert torch.equal(action, head.to_env(raw))
+    weights = torch.linspace(0.5, 2.0, 82, dtype=torch.float64).reshape(41, 2)
+    (found,) = torch.autograd.grad((weights * action).sum(), raw)
+    half_width = torch.tensor([0.5 * (1.0 - low), 4.5], dtype=torch.float64)
+    expected = weights * half_width / raw.detach().cosh().square()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-15)

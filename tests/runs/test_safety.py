@@ -20,7 +20,10 @@ CALLS = {
 
 ALLOWED = {
     (name, "importlib.import_module")
-    for name in ("__init__.py", "cli/__init__.py", "config.py", "deprecated.py", "monitor/trackers.py")
+    for name in (
+        *("__init__.py", "cli/__init__.py", "cli/application.py", "config.py", "deprecated.py"),
+        "monitor/trackers.py",
+    )
 }
 """Parts of this package and optional packages, by names that stand in those very modules."""
 PLUGINS = {("plugins.py", call) for call in ("compile", "exec", "importlib.import_module")}

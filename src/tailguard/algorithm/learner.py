@@ -191,10 +191,12 @@ class Learner(Agent):
         start = torch.ones(self.env.num_envs, dtype=torch.bool, device=self.device)
         return RolloutState(obs, start, self.policy.initial_state(self.env.num_envs))
 
-    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
+    def _collect(
+        self, noise: Tensor | None = None, mask: Tensor | None = None, *, deterministic: bool = False
+    ) -> Rollout:
         """Collect one rollout; episodes and recurrent states continue from the previous one, without gradient.
 
-        `noise`, `mask`: see `collect`.
+        `noise`, `mask`, `deterministic`: see `collect`.
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
@@ -211,6 +213,7 @@ class Learner(Agent):
             self._observer(),
             observation_noise=self.config.observation_noise,
             mask=mask,
+            deterministic=deterministic,
         )
         self.state.rollout_state = self.runtime.copy_in_place(before, detached(after))
         if isinstance(env, FunctionalEnv):

@@ -133,7 +133,7 @@ class PathwiseLearner(Learner):
         """Simulate one window, step the policy along its return's gradient, and compute the critics' targets."""
         noise = self._noise()
         # Only this rollout keeps its graph. Everything but the objective reads the detached copy.
-        traced = self._collect(noise=noise, mask=self._dropout_mask())
+        traced = self._act(noise)
         rollout = detached(traced)
         usable = self.context.guard.rollout(rollout) if self.runtime.can_sync else True
         # A leaf: the critics' values are differentiated with respect to it, and `_objective` chains that slope to the
@@ -168,6 +168,10 @@ class PathwiseLearner(Learner):
         # Drawn in any case: a deterministic and a stochastic run consume the same random stream.
         drawn = self.policy.action_head.draw(shape, self.generator)
         return (drawn if self.config.stochastic else torch.zeros_like(drawn)).requires_grad_()
+
+    def _act(self, noise: Tensor) -> Rollout:
+        """Simulate one window, with the gradient of what it earns."""
+        return self._collect(noise, self._dropout_mask(), deterministic=not self.config.stochastic)
 
     def _robust_metrics(self) -> dict[str, Tensor]:
         return {}  # they come with the step
@@ -231,9 +235,17 @@ class PathwiseLearner(Learner):
             metrics |= found | {"train/robust_loss": penalty.detach()}
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
+        # The spread of a policy that acts without it has slope 0, and decays and is saved like every other weight.
+        for parameter in self.optimizer.param_groups[0]["params"]:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.updates.move_policy()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics | {"pathwise/loss": loss.detach()} | _through_time(rollout, noise)
+        return (
+            metrics
+            | {"pathwise/loss": loss.detach()}
+            | _through_time(rollout, noise, stochastic=self.config.stochastic)
+        )
 
 
 @dataclass(frozen=True)
@@ -270,14 +282,14 @@ def _bootstrapped(rollout: Rollout) -> Tensor:
 
 
 @torch.no_grad()
-def _through_time(rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
+def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[str, Tensor]:
     """How the gradient reaches the actions of the window, first to last, and how many of them can still move.
 
-    An action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
+    A stochastic action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
     """
     assert noise.grad is not None
-    spread = rollout.dist_params.chunk(2, dim=-1)[1].exp()
-    slopes = (noise.grad / spread).square().mean((1, 2)).sqrt() * noise.shape[1]
+    slope = noise.grad / rollout.dist_params.chunk(2, dim=-1)[1].exp() if stochastic else noise.grad
+    slopes = slope.square().mean((1, 2)).sqrt() * noise.shape[1]
     metrics = {
         "pathwise/slope_first": slopes[0],
         "pathwise/slope_last": slopes[-1],

@@ -138,8 +138,11 @@ class DistributionalPPO(Learner):
         return hyper
 
     @torch.no_grad()
-    def _collect(self, noise: Tensor | None = None, mask: Tensor | None = None) -> Rollout:
-        return super()._collect(noise, mask)  # the score function needs no gradient through the environment
+    def _collect(
+        self, noise: Tensor | None = None, mask: Tensor | None = None, *, deterministic: bool = False
+    ) -> Rollout:
+        # The score function needs no gradient through the environment.
+        return super()._collect(noise, mask, deterministic=deterministic)
 
     @torch.no_grad()
     def _prepare(self, rollout: Rollout, usable: bool) -> Prepared:

@@ -30,6 +30,30 @@ class ObservationScale:
     def __call__(self, obs: Tensor) -> Tensor:
         return ((obs - self.mean) / self.std).clamp(-self.clip, self.clip)
 
+    def finite(self, obs: Tensor) -> Tensor:
+        """The same with 0, the mean, for a number that is not finite."""
+        if torch.is_grad_enabled() and obs.requires_grad:
+            scaled: Tensor = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
+            return scaled
+        return self(obs).nan_to_num(0.0, 0.0, 0.0)
+
+
+class _Scaled(torch.autograd.Function):
+    """`ObservationScale.finite` as one node of the graph: it is in every bar of a window."""
+
+    @staticmethod
+    def forward(ctx: Any, obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> Tensor:
+        scaled = (obs - mean) / std
+        ctx.save_for_backward(scaled, std)
+        ctx.clip = clip
+        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scaled, std = ctx.saved_tensors
+        # A comparison with NaN is false.
+        return torch.where(scaled.abs() <= ctx.clip, gradients[0] / std, 0.0), None, None, None
+
 
 @dataclass(frozen=True)
 class RolloutState:
@@ -101,16 +125,21 @@ def act(
     memory: MemoryState,
     noise: Tensor,
     mask: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Acted, MemoryState]:
     """Choose actions for one row.
 
     A NaN is replaced by the mean, an infinity by the clip's bound, or by the mean without a clip: such a rollout is not
     learned from, and must not corrupt the recurrent state or the environment beyond it.
+
+    `mask`: see `collect`. `deterministic`: the action is the mode plus `noise`, whose gradient is then that of the
+    action.
     """
-    # 0 is the mean in scaled units.
-    scaled = scale(obs).nan_to_num(0.0, 0.0, 0.0)
-    dist_params, memory = policy.act(scaled, memory, start, mask)
-    return (scaled, dist_params, policy.action_head.sample_from_noise(dist_params, noise)), memory
+    scaled = scale.finite(obs)
+    dist_params, memory = policy.act(scaled, memory, start, mask, deterministic=deterministic)
+    head = policy.action_head
+    action = head.mode(dist_params) + noise if deterministic else head.sample_from_noise(dist_params, noise)
+    return (scaled, dist_params, action), memory
 
 
 def act_and_step(
@@ -124,9 +153,10 @@ def act_and_step(
     env_state: Any,
     env_noise: Tensor,
     mask: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Acted, MemoryState, Any, Step]:
     """Choose actions and step the environment: from one row to the next, as a pure function."""
-    acted, memory = act(policy, scale, obs, start, memory, noise, mask)
+    acted, memory = act(policy, scale, obs, start, memory, noise, mask, deterministic)
     env_state, step = env.transition(env_state, policy.action_head.to_env(acted[2]), env_noise)
     return acted, memory, env_state, step
 
@@ -157,6 +187,7 @@ def collect(
     *,
     observation_noise: float = 0.0,
     mask: Tensor | None = None,
+    deterministic: bool = False,
 ) -> tuple[Rollout, RolloutState]:
     """Act for `n_steps` steps. The rollout state's critic states are not advanced here: `evaluate_critics` does that.
 
@@ -169,8 +200,10 @@ def collect(
     `observation_noise`: standard deviation of noise on what the policy sees, in those of the observations. Statistics
         and successors are without it.
     `mask`: factors on the outputs of the policy's encoder, [N, E]; none: no dropout.
+    `deterministic`: see `act`. No gradient then goes to the distribution's parameters that the mode does not depend on.
     """
     head = policy.action_head
+    functional = env if isinstance(env, FunctionalEnv) else None
     # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
     start_state, broken = finite_memory(rollout_state.state)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
@@ -189,15 +222,15 @@ def collect(
         seen = obs
         if observation_noise:
             seen = obs + observation_noise * scale.std * torch.randn(obs.shape, generator=generator, device=obs.device)
-        if isinstance(env, FunctionalEnv):
+        if functional is not None:
             # Random numbers are drawn outside the step, so that a compiled or recorded step is a function of its
             # inputs.
-            env_noise = env.draw()
-            acted, memory, env.state, step = whole_step(
-                policy, env, scale, seen, start, memory, noise, env.state, env_noise, mask
+            env_noise = functional.draw()
+            acted, memory, functional.state, step = whole_step(
+                policy, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
             )
         else:
-            acted, memory = act(policy, scale, seen, start, memory, noise, mask)
+            acted, memory = act(policy, scale, seen, start, memory, noise, mask, deterministic)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)
@@ -211,7 +244,16 @@ def collect(
             final_rows.append(t)
             final_obs.append(step.final_obs)
         obs, start = step.obs, ended
-    stacked = {name: torch.stack(column) for name, column in rows.items()}
+    # Rewards and measured outcomes carry the gradient of what was earned, and the successors that of what is to come.
+    reward, valid = torch.stack(rows.pop("reward")), torch.stack(rows.pop("valid"))
+    # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
+    rewards = torch.where(valid, reward, 0.0)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not deterministic):
+        stacked = {name: torch.stack(column) for name, column in rows.items()}
+    outcome = {}
+    for name in outcomes[0]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and name in MEASURED):
+            outcome[name] = torch.stack([one[name] for one in outcomes])
     rollout = Rollout(
         obs=stacked["obs"],
         scaled_obs=stacked["scaled"],
@@ -220,16 +262,15 @@ def collect(
         dist_params=stacked["dist_params"],
         # Of raw actions, because undoing a tanh loses all digits near the bounds (see `models.actions`).
         log_probs=head.log_prob(stacked["dist_params"].detach(), stacked["action"].detach()),
-        # Whatever a row in which nothing happened calls its reward, a NaN included, must not reach a target.
-        rewards=torch.where(stacked["valid"], stacked["reward"], 0.0),
+        rewards=rewards,
         terminated=stacked["terminated"],
         truncated=stacked["truncated"],
-        valid=stacked["valid"],
+        valid=valid,
         final_rows=tuple(final_rows),
         final_obs=torch.stack(final_obs),
         scale=scale,
         start_state=start_state,
-        outcome={name: torch.stack([outcome[name] for outcome in outcomes]) for name in outcomes[0]},
+        outcome=outcome,
         memory_resets=broken.sum(),
     )
     # Only the actor, trunk 0, has acted. Critics read the whole rollout later, in one pass, from their own states.

@@ -134,7 +134,7 @@ def _trades_of(books: _Books, result: BacktestResult, asset: int) -> list[Trade]
     filled = books.filled[:, asset]
     side = np.where(np.abs(filled) > FLAT, np.sign(filled), 0).astype(int)
     begins = np.flatnonzero(np.diff(side, prepend=0))
-    ends = np.append(begins[1:], len(side))
+    ends = np.append(begins[1:], len(side))[: len(begins)]  # an account that never held anything has no end either
     trades = []
     for begin, end in zip(begins, ends, strict=True):
         if side[begin] == 0:

@@ -52,7 +52,10 @@ class MarketData:
             return describe(self.synthetic)
         first, last = self.bars.end_points
         symbols = ", ".join(self.bars.symbols)
-        return f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
+        text = f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
+        if isinstance(self.bars, PreparedMarket) or self.bars.sessions is None:
+            return text
+        return f"{text} · {self.bars.pace.per_week:g} a week, {self.bars.pace.per_year:,.1f} a year"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tailguard.errors import TailguardError
-from tailguard.live.bars import LiveBar
+from tailguard.live.bar_history import LiveBar
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig
 from tailguard.live.journal import read_records

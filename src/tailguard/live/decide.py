@@ -20,7 +20,7 @@ from tailguard.errors import ConfigError, TailguardError
 from tailguard.evaluate.backtest import BacktestAgent, Throttled, step_policy
 from tailguard.evaluate.deciders import AgentDecider, EpisodeWindow
 from tailguard.evaluate.decision import Decision, DecisionMemory, decide
-from tailguard.live.bars import BarHistory, LiveBar
+from tailguard.live.bar_history import BarHistory, LiveBar
 
 
 class WarmUpError(TailguardError):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from tailguard.live.bars import LiveBar
-from tailguard.live.state import DAY_MS, HOUR_MS, LiveState
+from tailguard.live.bar_history import LiveBar
+from tailguard.live.session_state import DAY_MS, HOUR_MS, LiveState
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.validate import check_range
 

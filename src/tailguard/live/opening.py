@@ -25,7 +25,7 @@ from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import backtest
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import load_run_agent, open_run, read_run_config
-from tailguard.live.bars import BarHistory, BarSource, LiveBar, ReplaySource
+from tailguard.live.bar_history import BarHistory, BarSource, LiveBar, ReplaySource
 from tailguard.live.decide import LiveDecider, WarmUpError
 from tailguard.live.guards import GuardConfig
 from tailguard.live.journal import Journal, read_records

@@ -18,7 +18,7 @@ from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Decimal
 
 from tailguard.live.guards import Guards
 from tailguard.live.kill import KillSwitch
-from tailguard.live.state import Intent, Ledger
+from tailguard.live.session_state import Intent, Ledger
 from tailguard.live.venue import (
     Clock,
     Instrument,

@@ -251,7 +251,7 @@ class PaperVenue:
         if cost.plain is not None:
             return cost.plain(float(rate), basis)
         tensors = [
-            Bar(*(torch.tensor([column], dtype=torch.float64) for column in part))
+            Bar(*(None if column is None else torch.tensor([column], dtype=torch.float64) for column in part))
             if isinstance(part, Bar)
             else torch.tensor([part], dtype=torch.float64).reshape(1, -1)
             if not isinstance(part, Market)

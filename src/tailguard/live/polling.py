@@ -14,7 +14,7 @@ from tailguard.data.bars import TIME_TYPE, Bars, with_segments
 from tailguard.data.calendars import around_the_clock
 from tailguard.data.exchange import Exchange, FetchError
 from tailguard.errors import BarsError
-from tailguard.live.bars import LiveBar
+from tailguard.live.bar_history import LiveBar
 from tailguard.live.venue import Clock
 
 SETTLE_S = 2.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 from tailguard.live.orders import PREFIX, OrderDesk
-from tailguard.live.state import DAY_MS, ZERO, divide_position
+from tailguard.live.session_state import DAY_MS, ZERO, divide_position
 from tailguard.live.venue import VenueAccount
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tailguard.errors import TailguardError
-from tailguard.live.bars import BarSource, LiveBar
+from tailguard.live.bar_history import BarSource, LiveBar
 from tailguard.live.decide import AccountAtClose, BarDecider
 from tailguard.live.guards import Breach, GuardConfig, Guards
 from tailguard.live.journal import Journal, nowhere
 from tailguard.live.kill import KillSwitch
 from tailguard.live.orders import OrderConfig, OrderDesk, size_order
 from tailguard.live.reconcile import plain, reconcile
-from tailguard.live.state import Ledger
+from tailguard.live.session_state import Ledger
 from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
 
 FLATTEN_ROUNDS = 20

@@ -13,7 +13,7 @@ import torch
 from tailguard.data.bars import Bars
 from tailguard.data.panel import Panel
 from tailguard.evaluate.decision import Decision
-from tailguard.live.bars import LiveBar, bars_of
+from tailguard.live.bar_history import LiveBar, bars_of
 from tailguard.live.decide import AccountAtClose, BarDecider
 from tailguard.live.faults import Faults
 from tailguard.live.guards import GuardConfig

@@ -33,6 +33,8 @@ LARGEST = {
 
 def check_per_symbol(table: Any) -> None:
     """Refuse settings that do not exist for single symbols, and values out of range."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"market.per_symbol: {str(table)[:80]!r} must be a table such as {{AAPL: {{fee: 0.0002}}}}")
     for symbol, settings in table.items():
         if not isinstance(settings, Mapping):
             raise ConfigError(f"market.per_symbol.{symbol}: {settings!r} must be a table such as {{fee: 0.0002}}")

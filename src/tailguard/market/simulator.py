@@ -91,13 +91,17 @@ def step(
     wanted = target * opened.equity - opened.positions
     if hold is not None:
         wanted = wanted.masked_fill(hold, 0)
+    ordered = wanted.abs()
     # The participation cap: what exceeds it is not filled, and not carried over to the next bar.
-    limit = _fill_limit(bar.capacity, equity, rates)
-    # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
-    order = filled_order = torch.clamp(wanted, -limit, limit)
+    if not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates)):
+        limit = _fill_limit(bar.capacity, equity, rates)
+        # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
+        order = filled_order = torch.clamp(wanted, -limit, limit)
+    else:  # the same numbers and slopes, without the limit's part of the graph
+        order = filled_order = wanted
     if bar.lot is not None:
         order = _whole_lots(order, bar.lot, equity, rates)
-    traded = order.abs()
+    traded = ordered if order is wanted else order.abs()
     turnover = over_assets(traded)
     order_costs = charge(market, "order", Fill(market, bar, equity, order, traded, turnover))
     if cost_factor is not None:
@@ -128,7 +132,7 @@ def step(
         shortfall=nothing,
         turnover=turnover,
         # What whole lots leave of an order is not wanted any more, so it does not wait for the next bar.
-        unfilled=over_assets(wanted.abs()) - (turnover if bar.lot is None else over_assets(filled_order.abs())),
+        unfilled=over_assets(ordered) - (turnover if bar.lot is None else over_assets(filled_order.abs())),
         liquidated=floor <= rates.slack,
     )
     if may_hold_any(booked.liquidated):

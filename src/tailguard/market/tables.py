@@ -277,8 +277,6 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
         "funding": funding,
         "reach": reach + interest,
     }
-    if panel.listed is not None:
-        _close_absent(columns, panel)
     if panel.held_ms is not None:
         bars = panel.held_ms[:, None] / YEAR_MS * panel.bars_per_year
         columns["held"] = np.broadcast_to(bars, panel.open.shape)
@@ -286,6 +284,8 @@ def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[di
         columns["lot"] = per_asset("lot") * panel.open / config.capital
     if uses(config, "tick"):
         columns["tick"] = np.maximum(per_asset("tick") / (2 * panel.open) - per_asset("half_spread"), 0.0)
+    if panel.listed is not None:
+        _close_absent(columns, panel)
     return columns, sums
 
 
@@ -298,6 +298,9 @@ def _close_absent(columns: dict[str, Float], panel: Panel) -> None:
     assert panel.halted is not None
     columns["capacity"] = np.where(panel.halted | ~panel.listed, 0.0, columns["capacity"])
     columns["capacity"] = np.where(panel.delisted, np.inf, columns["capacity"])
+    if "lot" in columns:
+        # Everything is sold, to the last bit: a remainder of a rounding could never be sold later.
+        columns["lot"] = np.where(panel.delisted, 0.0, columns["lot"])
     for name in ("impact", "funding", "reach", "move", "low", "high"):
         columns[name] = np.where(~panel.listed, 0.0, columns[name])
 

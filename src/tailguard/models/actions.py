@@ -93,13 +93,17 @@ class ActionHead(nn.Module, ABC):
 
     linear: nn.Linear
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, features: Tensor, *, deterministic: bool = False) -> Tensor:
         """Features [..., F] -> dist_params [..., P]."""
-        return self.dist_params_of(full_precision([self.linear], features)[0])
+        return self.dist_params_of(full_precision([self.linear], features)[0], deterministic=deterministic)
 
     @abstractmethod
-    def dist_params_of(self, output: Tensor) -> Tensor:
-        """The linear layer's output -> dist_params [..., P]."""
+    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
+        """The linear layer's output -> dist_params [..., P].
+
+        `deterministic`: only the mode will be used, so parameters of the spread that the features do not enter need no
+        gradient.
+        """
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
@@ -187,13 +191,15 @@ class GaussianHead(ActionHead):
         self.register_buffer("_half_width", 0.5 * (self.high - self.low), persistent=False)
         self.register_buffer("exploration", torch.zeros(()), persistent=False)
 
-    def dist_params_of(self, output: Tensor) -> Tensor:
+    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
         if self.free_log_std is None:
             mean, free = output.chunk(2, dim=-1)
+        elif deterministic:
+            mean, free = output, self.free_log_std.detach()
         else:
             mean, free = output, self.free_log_std.expand_as(output)
         log_std = bounded_log_std(free, self.log_std_init, *self.log_std_bounds) + self.exploration
-        return torch.cat((mean, log_std), dim=-1)
+        return torch.cat((mean, log_std.expand_as(mean)), dim=-1)
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight
@@ -236,6 +242,10 @@ class GaussianHead(ActionHead):
         return gaussian_kl(*old.chunk(2, dim=-1), *new.chunk(2, dim=-1)).sum(-1)
 
     def to_env(self, raw: Tensor) -> Tensor:
+        if self.squash and raw.requires_grad:
+            box = self._centre, self._half_width, self.low, self.high
+            squashed: Tensor = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]
+            return squashed
         action = self._centre + self._half_width * torch.tanh(raw) if self.squash else raw
         return torch.clamp(action, self.low, self.high)  # scaling rounds, and may exceed a bound by the last digit
 
@@ -249,6 +259,24 @@ class GaussianHead(ActionHead):
     @property
     def _log_half_width(self) -> Tensor:
         return torch.log(self._half_width)
+
+
+class _Squashed(torch.autograd.Function):
+    """`GaussianHead.to_env` as one node of the graph: a gradient through the environment meets it at every step."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        raw, centre, half_width, low, high = inputs
+        shown = torch.tanh(raw)
+        action = centre + half_width * shown
+        ctx.save_for_backward(shown, half_width, (action >= low) & (action <= high))
+        return torch.clamp(action, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        shown, half_width, inside = ctx.saved_tensors
+        slope = torch.where(inside, gradients[0], 0.0) * half_width
+        return torch.ops.aten.tanh_backward(slope, shown), None, None, None, None
 
 
 class CategoricalHead(ActionHead):
@@ -265,7 +293,7 @@ class CategoricalHead(ActionHead):
         self.dist_params_size = sum(space.sizes)
         self.linear = _near_zero_linear(feature_size, self.dist_params_size)
 
-    def dist_params_of(self, output: Tensor) -> Tensor:
+    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:  # noqa: ARG002
         return output
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:

@@ -246,14 +246,21 @@ class ActorCritic(nn.Module):
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
     def act(
-        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+        self,
+        obs: Tensor,
+        state: MemoryState,
+        episode_start: Tensor,
+        mask: Tensor | None = None,
+        *,
+        deterministic: bool = False,
     ) -> tuple[Tensor, MemoryState]:
         """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
 
-        `mask`: see `Trunk.step`.
+        `mask`: see `Trunk.step`. `deterministic`: a global standard deviation gets no gradient; see
+        `ActionHead.dist_params_of`.
         """
         features, state = self._trunk(0).step(obs, state, episode_start, mask)
-        return self.action_head(features), state
+        return self.action_head(features, deterministic=deterministic), state
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
         """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""

@@ -352,6 +352,7 @@ RULES: tuple[Rule, ...] = (
         tail_undersampled,
         "too few episodes per rollout. Raise env.num_envs, ppo.n_steps or risk.alpha, or shorten episodes.",
         patience=AT_CAP,
+        remembers=("risk/cvar_realised",),
     ),
     Rule(
         "tail_mispredicted",

@@ -191,7 +191,7 @@ def _keeps_limit(parts: Parts, exposure: float, config: RunConfig) -> bool:
     risk = config.risk
     assert risk.limit is not None
     outcomes = _outcomes(parts, exposure, config)
-    return cvar_bound(outcomes, risk.alpha, risk.confidence, block=2 * _overlap(parts)) >= risk.limit
+    return cvar_bound(outcomes, risk.alpha, risk.confidence, block=2 * _overlap(parts), kind=risk.bound) >= risk.limit
 
 
 def _outcomes(parts: Parts, exposure: float, config: RunConfig) -> Tensor:

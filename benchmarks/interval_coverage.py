@@ -1,9 +1,9 @@
 """How often the verdicts are wrong where the truth is known: the risk budget, and the test of timing.
 
-    python benchmarks/coverage.py                     # about ten minutes on one core
-    python benchmarks/coverage.py --samples 60        # coarse
-    python benchmarks/coverage.py --only timing
-    python benchmarks/coverage.py --only estimators   # a minute
+    python benchmarks/interval_coverage.py                     # about ten minutes on one core
+    python benchmarks/interval_coverage.py --samples 60        # coarse
+    python benchmarks/interval_coverage.py --only timing
+    python benchmarks/interval_coverage.py --only estimators   # a minute
 
 Budget: log-volatility is an AR(1) process, the limit is the true CVaR, and "kept" is false, whatever comes. Its nominal
 rate is 2.5 %: half of what a 95 % interval leaves out. "bootstrap" is the rate with the bootstrap's interval alone.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from tailguard.live.bars import LiveBar
+from tailguard.live.bar_history import LiveBar
 from tailguard.live.journal import Journal, Record
 
 RECENT = 512
