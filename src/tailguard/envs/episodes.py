@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tailguard import market as simulator
 from tailguard.data.panel import Panel
+from tailguard.device_ops import may_hold_any
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
-from tailguard.flags import may_hold_any
 from tailguard.market import Market, MarketState, Transition
 from tailguard.market.state import where as market_where
 
