@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.envs.randomised import MixedStarts
+from tailguard.envs.feed_copies import MixedStarts
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.validate import check_count

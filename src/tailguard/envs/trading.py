@@ -23,10 +23,10 @@ from tailguard.envs.episodes import (
     rows_before_session_ends,
     where,
 )
+from tailguard.envs.feed_copies import MixedStarts, RandomisedBars
 from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges, check_same_setting, open_market
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.randomisation import Randomisation, Variation, draw_variation
-from tailguard.envs.randomised import MixedStarts, RandomisedBars
 from tailguard.envs.shield import Shield
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError

@@ -15,7 +15,7 @@ import torch
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.envs.episodes import TradingTask
-from tailguard.envs.randomised import RandomisedBars, randomise
+from tailguard.envs.feed_copies import RandomisedBars, randomise
 from tailguard.envs.spec import TradingSpec, task_on
 from tailguard.errors import ConfigError
 from tailguard.robust.feed import FUNDING, Columns, Feed

@@ -18,9 +18,9 @@ from tailguard.config import RunConfig
 from tailguard.console import say
 from tailguard.data.pace import DAY_MS
 from tailguard.data.windows import size_in_bars
+from tailguard.envs.feed_copies import RandomisedBars
 from tailguard.envs.folds import EpisodeFold, cut_folds
 from tailguard.envs.prepared_market import MappedBars
-from tailguard.envs.randomised import RandomisedBars
 from tailguard.evaluate.formatting import describe_exposure
 from tailguard.evaluate.held_out import HeldOutEpisodes, spaced_starts, stride_of
 from tailguard.experiment.build import build_learner, prepare_training, trading_env

@@ -11,8 +11,8 @@ import torch
 
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
+from tailguard.envs.feed_copies import MixedStarts, RandomisedBars, randomise
 from tailguard.envs.folds import cut_folds
-from tailguard.envs.randomised import MixedStarts, RandomisedBars, randomise
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 
