@@ -13,7 +13,8 @@ def test_no_attack_moves_decisions_further_than_the_certificate() -> None:
     bars = tg.make_market(1_200, seed=4, signal=20).bars
     features = ["return_24", "taker_imbalance_6"]
     env = tg.TradingEnv(bars, num_envs=16, episode_length=32, features=features)
-    agent = tg.PathwiseLearner(env, n_steps=16, hidden=(8,), lstm_size=6).learn(16 * 16 * 20)
+    settings = {"n_steps": 16, "hidden": (8,), "lstm_size": 6, "learning_rate": "linear:2e-2:2e-3", "critic_epochs": 1}
+    agent = tg.PathwiseLearner(env, **settings).learn(16 * 16 * 20)
     ensemble = tg.Ensemble([agent], 0.7)
     small, large = certify(ensemble, bars, (0.05, 0.2))
     (part,) = episodes_on(agent.spec, bars)
