@@ -489,21 +489,16 @@ def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
         make(bars, entropy_coef=0.01)
     with pytest.raises(ConfigError, match="no such setting"):
         make(bars, clip_range=0.2)
-    with pytest.raises(ConfigError, match=r"ppo.learning_rate.*auto"):
-        tg.DistributionalPPO(make_env(bars), learning_rate="auto")
 
 
 def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     """The gradient of an episode's tail is exact only through all of its bars; nothing of it comes after them."""
     whole = make(bars, BUDGET, n_steps=0, critic_epochs=None)
     assert (whole.config.n_steps, whole.config.critic_epochs) == (32, 0)
-    assert whole.config.learning_rate == "linear:2e-2:2e-3"
     whole.iterate()
     assert whole.num_timesteps == 32 * 16
     without = make(bars, n_steps=0, critic_epochs=None)
     assert (without.config.n_steps, without.config.critic_epochs) == (16, 0)
-    assert without.config.learning_rate == "exponential:4e-2:2e-3"
-    assert float(without.learning_rate) == pytest.approx(4e-2)
     on_bars = make(bars, tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar"), n_steps=0, critic_epochs=None)
     assert (on_bars.config.n_steps, on_bars.config.critic_epochs) == (16, 1)
     # The stand-in for an environment of an agent that is loaded without one has episodes of one step.

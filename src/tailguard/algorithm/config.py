@@ -23,11 +23,6 @@ from tailguard.validate import check_choice, check_count, check_range, check_reg
 
 WINDOW = 16
 """Bars of a window where nothing else asks for whole episodes."""
-AUTO = "auto"
-"""A learning rate that `LearnerConfig.completed` chooses."""
-WINDOW_RATE, BUDGET_RATE = "exponential:4e-2:2e-3", "linear:2e-2:2e-3"
-"""What it chooses without a budget: large first steps, which fall early; and with one, where λ must keep up with the
-policy."""
 OtherConfig = TypeVar("OtherConfig", bound="LearnerConfig")
 
 
@@ -39,8 +34,6 @@ class LearnerConfig:
     """Name of the learner's section in a run's settings, for messages."""
     fewest_steps: ClassVar[int] = 1
     """Lowest n_steps."""
-    chooses_rate: ClassVar[bool] = False
-    """Whether learning_rate may be auto."""
     multiplier_gains: ClassVar[tuple[float, float]] = (0.5, 0.02)
     """kp and ki of the risk budget, where it does not give its own: they fit the number of rollouts in a run."""
 
@@ -174,8 +167,7 @@ class LearnerConfig:
         check_range(f"{section}.observation_clip", self.observation_clip, low=0, low_open=True)
         check_range(f"{section}.observation_noise", self.observation_noise, low=0, high=10)
         check_range(f"{section}.return_decay", self.return_decay, low=0, low_open=True, high=1)
-        if not (self.chooses_rate and self.learning_rate == AUTO):
-            _check_schedule(f"{section}.learning_rate", self.learning_rate)
+        _check_schedule(f"{section}.learning_rate", self.learning_rate)
         _check_schedule(f"{section}.entropy_coef", self.entropy_coef)
 
     def _check_optimizer(self) -> None:
@@ -325,15 +317,13 @@ class PathwiseConfig(LearnerConfig):
 
     section: ClassVar[str] = "pathwise"
     fewest_steps: ClassVar[int] = 0
-    chooses_rate: ClassVar[bool] = True
     multiplier_gains: ClassVar[tuple[float, float]] = (2.0, 0.1)
 
     n_steps: int = 0
     """Bars in a window that the gradient goes back through, 8 to 64, or the length of an episode; 0: whole episodes
     where a budget is on them, else 16."""
-    learning_rate: float | str = AUTO
-    """Step size of the policy, a schedule; 1e-3 to 4e-2; auto: exponential:4e-2:2e-3, or linear:2e-2:2e-3 with a
-    budget."""
+    learning_rate: float | str = "linear:2e-2:2e-3"
+    """Step size of the policy, a schedule; 1e-3 to 2e-2. Larger ones learn sooner, and now and then nothing at all."""
     network: NetworkConfig = field(default_factory=lambda: NetworkConfig(hidden=(32,), lstm_size=32))
     """Shape of the network. It is small, because gradients through the market overfit a few years of bars in seconds.
     """
@@ -363,7 +353,7 @@ class PathwiseConfig(LearnerConfig):
             )
 
     def completed(self, risk: RiskConfig | None, episode_length: int | None) -> Self:
-        n_steps, critic_epochs, learning_rate = self.n_steps, self.critic_epochs, self.learning_rate
+        n_steps, critic_epochs = self.n_steps, self.critic_epochs
         has_budget = risk is not None and risk.enabled
         if n_steps == 0:
             # The gradient of an episode's tail is exact only where it goes through the whole episode.
@@ -373,9 +363,7 @@ class PathwiseConfig(LearnerConfig):
             n_steps = known if whole and known else WINDOW
         if critic_epochs is None:
             critic_epochs = 1 if has_budget and n_steps != episode_length else 0
-        if learning_rate == AUTO:
-            learning_rate = BUDGET_RATE if has_budget else WINDOW_RATE
-        return replace(self, n_steps=n_steps, critic_epochs=critic_epochs, learning_rate=learning_rate)
+        return replace(self, n_steps=n_steps, critic_epochs=critic_epochs)
 
 
 def _check_schedule(name: str, given: float | str, *, zero: bool = True) -> None:
