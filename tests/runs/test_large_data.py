@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -81,7 +82,8 @@ env.reset(0)
 opened = faults()
 for _ in range(64):
     env.step(torch.zeros(4, 1))
-print(json.dumps({"open": opened - before, "steps": faults() - opened, "rows": env.task.features.shape[0]}))
+print(json.dumps({"open": opened - before, "steps": faults() - opened, "rows": env.task.features.shape[0],
+                  "row_bytes": env.task.features.shape[1] * env.task.features.element_size()}))
 """
 
 SETTINGS = [
@@ -171,5 +173,8 @@ def test_opening_costs_what_is_touched_and_not_what_there_is(place: Path) -> Non
     enlarge(place / "small", place / "eightfold", 160)
     once, eightfold = (json.loads(run(TOUCHED, place / "small", place / name).stdout) for name in ("once", "eightfold"))
     assert eightfold["rows"] == 8 * once["rows"]
-    assert eightfold["open"] < 1.5 * once["open"]
+    # A few faults are the allocator's own. The seven additional copies are some thousands of pages.
+    pages = 7 * once["rows"] * once["row_bytes"] // resource.getpagesize()
+    assert pages > 1_000
+    assert eightfold["open"] < 1.5 * once["open"] + pages // 50
     assert eightfold["steps"] < 1.5 * once["steps"] + 50
