@@ -200,11 +200,14 @@ class Learner(Agent):
         """
         before, env = self.state.rollout_state, self.env
         assert before is not None  # `iterate` began
-        env_before = env.state if isinstance(env, FunctionalEnv) else None
+        env_before = None
+        if isinstance(env, FunctionalEnv):
+            env_before = env.state
+            env.state = self.runtime.kept_for_backward(env_before)
         rollout, after = collect(
             self.policy,
             env,
-            before,
+            self.runtime.kept_for_backward(before),
             self._observation_scale(),
             self.config.n_steps,
             self.generator,

@@ -161,15 +161,16 @@ def act_and_step(
     return acted, memory, env_state, step
 
 
-def finite_memory(state: PolicyState) -> tuple[PolicyState, Tensor]:
+def finite_memory(state: PolicyState, device: torch.device) -> tuple[PolicyState, Tensor]:
     """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
-    trunks, broken = [], torch.zeros((), dtype=torch.bool)
+    # Made on the device: a copy from the host cannot be recorded in a CUDA graph.
+    trunks, broken = [], torch.zeros((), dtype=torch.bool, device=device)
     for trunk in state:
         for part in trunk:
             # All parts of the trunk are cleared together: a cell without its output is a state the LSTM was never in.
             bad = ~part.isfinite().all(-1).all(0)
             trunk = tuple(other.masked_fill(bad[:, None], 0.0) for other in trunk)
-            broken = bad | broken.to(bad.device)
+            broken = bad | broken
         trunks.append(trunk)
     return tuple(trunks), broken
 
@@ -205,7 +206,7 @@ def collect(
     head = policy.action_head
     functional = env if isinstance(env, FunctionalEnv) else None
     # Once a rollout, not at every step: within a rollout `act` keeps NaN observations away from the memory.
-    start_state, broken = finite_memory(rollout_state.state)
+    start_state, broken = finite_memory(rollout_state.state, rollout_state.obs.device)
     obs, start, memory = rollout_state.obs, rollout_state.episode_start, start_state[0]
     rows: dict[str, list[Tensor]] = {
         name: []

@@ -107,6 +107,15 @@ class Runtime:
         copy_into(before, after)
         return before
 
+    def kept_for_backward(self, before: Kept) -> Kept:
+        """What a gradient may start from: when recording with gradient, a copy.
+
+        `copy_in_place` overwrites `before` as soon as the rollout is collected, and the backward pass comes later.
+        """
+        if not (self.recording and torch.is_grad_enabled()):
+            return before
+        return cloned(before)
+
     def forget(self) -> None:
         """Drop all recordings: some tensor has moved to other memory, as when a state is loaded."""
         self._recorded.clear()
@@ -171,13 +180,23 @@ def tensors_of(structure: Any) -> Iterator[Tensor]:
 
 def detached(structure: Structure) -> Structure:
     """The same tensors in the same places, without their history."""
+    return _mapped(Tensor.detach, structure)
+
+
+def cloned(structure: Structure) -> Structure:
+    """Copies of the tensors in the same places."""
+    return _mapped(Tensor.clone, structure)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], structure: Structure) -> Structure:
+    """The structure with the function of each of its tensors."""
     if isinstance(structure, Tensor):
-        return cast(Structure, structure.detach())
+        return cast(Structure, function(structure))
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        changed = {item.name: detached(getattr(structure, item.name)) for item in dataclasses.fields(structure)}
+        changed = {item.name: _mapped(function, getattr(structure, item.name)) for item in dataclasses.fields(structure)}
         return dataclasses.replace(structure, **changed)
     if isinstance(structure, dict):
-        return cast(Structure, {name: detached(value) for name, value in structure.items()})
+        return cast(Structure, {name: _mapped(function, value) for name, value in structure.items()})
     if isinstance(structure, tuple):
-        return cast(Structure, tuple(detached(value) for value in structure))
+        return cast(Structure, tuple(_mapped(function, value) for value in structure))
     return structure

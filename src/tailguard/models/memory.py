@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tailguard.device_ops import may_hold_any
 from tailguard.errors import ConfigError
-from tailguard.models.recurrence import recurrence
+from tailguard.models.recurrence import cell_step, recurrence
 
 MemoryState = tuple[Tensor, ...]
 """(h, c), each [L, N, H], for an LSTM; () for no memory."""
@@ -126,6 +126,8 @@ class LSTMMemory(Memory):
         return h, torch.zeros_like(h)
 
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
+        if torch.is_grad_enabled():
+            return self._by_cells(x, _clear(state, episode_start))
         if not _can_fuse(x):
             y, state = self._by_layers(x.unsqueeze(0), state, episode_start.unsqueeze(0))
             return y.squeeze(0), state
@@ -139,6 +141,15 @@ class LSTMMemory(Memory):
             hidden.append(x)
             cells.append(c)
         return x, (torch.stack(hidden), torch.stack(cells))
+
+    def _by_cells(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        """One row with gradient; the state is cleared where an episode starts."""
+        hidden, cells = [], []
+        for (w_ih, w_hh, b_ih, b_hh), h, c in zip(self._weights(), *state, strict=True):
+            x, c = cell_step(F.linear(x, w_ih, b_ih + b_hh), w_hh, h, c)
+            hidden.append(x)
+            cells.append(c)
+        return x, (torch.stack(hidden).to(state[0].dtype), torch.stack(cells))
 
     def sequence(
         self, x: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None

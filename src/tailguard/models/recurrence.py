@@ -89,6 +89,57 @@ class _Recurrence(torch.autograd.Function):
         return (*(value.to(dtype) for value, dtype in zip(made, ctx.dtypes, strict=True)), None)
 
 
+def cell_step(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Hidden state and cell after one row, [N, H] each: `recurrence` for a row at a time, with gradient.
+
+    A policy that is differentiated through the market takes its rows one by one, because each observation depends on
+    the action before it. Plain operations, so that a compiler merges them with those around them; on a CPU the backward
+    pass takes a third of the time of oneDNN's for one row.
+
+    gates:   [N, 4H], what the inputs and the biases give each gate, in the order i, f, g, o
+    weight:  [4H, H], recurrent
+    h, c:    [N, H], before the row
+    """
+    output: tuple[Tensor, ...] = _CellStep.apply(gates, weight, h, c)  # type: ignore[no-untyped-call]
+    return output[0], output[1]
+
+
+class _CellStep(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        sums = torch.addmm(gates, h.to(gates.dtype), weight.to(gates.dtype).t())
+        i, f, g, o = sums.to(c.dtype).chunk(4, dim=-1)
+        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        after = f * c + i * g
+        shown = after.tanh()
+        return (o * shown).to(gates.dtype), after, i, f, g, o, shown
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        gates, weight, h, c = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.save_for_backward(weight, h, c, *output[2:])
+        ctx.dtype = gates.dtype
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        weight, h, c, i, f, g, o, shown = ctx.saved_tensors
+        grad_h = gradients[0].to(c.dtype)
+        grad_c = gradients[1] + grad_h * o * (1 - shown * shown)
+        # Before the non-linearities, from their outputs: σ' = σ(1 − σ), tanh' = 1 − tanh².
+        parts = (
+            grad_c * g * i * (1 - i),
+            grad_c * c * f * (1 - f),
+            grad_c * i * (1 - g * g),
+            grad_h * shown * o * (1 - o),
+        )
+        narrow = torch.cat(parts, dim=-1).to(ctx.dtype)
+        grad_weight = narrow.t() @ h.to(ctx.dtype)
+        return narrow, grad_weight.to(weight.dtype), (narrow @ weight.to(ctx.dtype)).to(h.dtype), grad_c * f
+
+
 def _forward(
     gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
