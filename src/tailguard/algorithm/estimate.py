@@ -184,7 +184,7 @@ def estimate(
             # Where all samples must bootstrap at once they keep the spread; a few at a time, by λ, hardly need it, and
             # with many of them the spread of distributions without tails would grow without bound.
             forced = rollout.truncated.clone()
-            forced[-1] = True
+            forced[-1].fill_(True)
             next_quantiles = torch.where(forced.unsqueeze(-1), bootstrap_samples(next_quantiles), next_quantiles)
             coins = draw_continuations(next_quantiles.shape, config.distribution_lam, generator, next_quantiles.device)
             samples = sr_lambda_targets(

@@ -208,11 +208,11 @@ class GradientNorms:
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """The norm of the whole gradient, [], and of each group, [G]; a parameter without a gradient counts as 0."""
-        gradients = {index: one.grad for index, one in enumerate(self.parameters) if one.grad is not None}
-        present = list(gradients)
-        squares = torch.stack(torch._foreach_norm(list(gradients.values()))).square()
-        members = self.members if len(present) == len(self.parameters) else self.members[:, present]
-        return squares.sum().sqrt(), (members * squares.to(members.dtype)).sum(-1).sqrt()
+        gradients = [one.grad for one in self.parameters]
+        norms = iter(torch._foreach_norm([gradient for gradient in gradients if gradient is not None]))
+        nothing = torch.zeros((), dtype=self.parameters[0].dtype, device=self.members.device)
+        squares = torch.stack([nothing if gradient is None else next(norms) for gradient in gradients]).square()
+        return squares.sum().sqrt(), (self.members * squares.to(self.members.dtype)).sum(-1).sqrt()
 
     def named(self, norms: Tensor) -> dict[str, Tensor]:
         """The groups' norms [G] by name, and the ratio between two critics."""

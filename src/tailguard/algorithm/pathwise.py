@@ -202,7 +202,9 @@ class PathwiseLearner(Learner):
         metrics = {"pathwise/earned": earned.detach()}
         objective = earned
         if self.has_critics:
-            rows = list(rollout.final_rows)
+            # On a GPU they are all rows: a list would be copied there from the host.
+            whole = len(rollout.final_rows) == len(rollout.rewards)
+            rows = slice(None) if whole else list(rollout.final_rows)
             # An episode cut by time keeps its value; a liquidated account has none.
             counts = _bootstrapped(rollout)[rows] * gamma * discount[rows]
             value = final_values(views, self.config.twin_mode)

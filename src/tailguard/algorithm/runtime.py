@@ -193,7 +193,9 @@ def _mapped(function: Callable[[Tensor], Tensor], structure: Structure) -> Struc
     if isinstance(structure, Tensor):
         return cast(Structure, function(structure))
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        changed = {item.name: _mapped(function, getattr(structure, item.name)) for item in dataclasses.fields(structure)}
+        changed = {
+            item.name: _mapped(function, getattr(structure, item.name)) for item in dataclasses.fields(structure)
+        }
         return dataclasses.replace(structure, **changed)
     if isinstance(structure, dict):
         return cast(Structure, {name: _mapped(function, value) for name, value in structure.items()})

@@ -310,7 +310,9 @@ class VarianceGradientScaler:
         pattern = tuple(parameter.grad is not None for parameter in self.parameters)
         if pattern != self._pattern:
             self._pattern = pattern
-            self._present.copy_(torch.tensor(pattern), non_blocking=True)
+            # From values on the device: a learner whose steps alternate between parts changes it inside a CUDA graph.
+            flags = self._present.new_zeros(()), self._present.new_ones(())
+            self._present.copy_(torch.stack([flags[has_gradient] for has_gradient in pattern]))
 
     def _average_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Advance the running averages; Σ M², Σ V and Σ w² of every tensor, [P] each."""
