@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tailguard as tg
 from tailguard.algorithm.config import PathwiseConfig, PPOConfig
 from tailguard.algorithm.learner import Learner
-from tailguard.algorithm.runtime import Runtime
+from tailguard.algorithm.runtime import Runtime, tensors_of
 from tailguard.models.policy import NetworkConfig
 from tailguard.optim.config import UPGDConfig, VGSConfig
 from tailguard.robust.config import RobustConfig
@@ -151,6 +151,16 @@ def test_a_recorded_iteration_needs_nothing_from_the_host(name: str, monkeypatch
     assert runtime.recording
     assert runtime.host.refused == []
     assert runtime.device_named.refused == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_iteration_leaves_no_graph_behind(name: str) -> None:
+    """A graph kept from an iteration that was not recorded ties its weights to another stream than the recording's."""
+    learner, options = CASES[name]
+    agent = build(learner, **dict(options))
+    agent.iterate()
+    carried = agent.state.rollout_state, agent.snapshot, agent.env.state, agent.updates.metrics()
+    assert [tuple(one.shape) for one in tensors_of(carried) if one.requires_grad] == []
 
 
 def test_what_a_recording_refuses_is_seen() -> None:

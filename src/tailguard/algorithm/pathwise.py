@@ -152,6 +152,9 @@ class PathwiseLearner(Learner):
             )
             objective, metrics = objective - penalty, metrics | of_terms
         metrics |= self._step(objective, traced, noise)
+        # The values' graph ends here. Kept with the results, it would tie the critics' weights to the stream of this
+        # iteration, and a later recording of their updates would wait for it.
+        estimates = detached(estimates)
         if self.risk is not None:
             metrics |= self.risk.metrics(rollout, estimates)
         # After the policy's step, whose objective is in the old units.
