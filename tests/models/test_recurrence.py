@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tailguard.models.recurrence import recurrence
+from tailguard.models.recurrence import cell_step, recurrence
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """gates [T, N, 4H], weight [4H, H], h and c [N, H], episode_start [T, N]."""
@@ -82,6 +82,49 @@ def test_the_gradient_is_that_of_finite_differences(starts: float) -> None:
     *values, start = random_inputs(3, steps=4, envs=2, hidden=3, starts=starts)
     wanted = [value.requires_grad_() for value in values]
     assert torch.autograd.gradcheck(lambda *inputs: recurrence(*inputs, start), wanted)
+
+
+@pytest.mark.parametrize("which", ["hidden", "cells", "both"])
+def test_a_row_at_a_time_is_the_segment(which: str) -> None:
+    """`cell_step`, row by row, has the values and the gradients of automatic differentiation of the cell."""
+    gates, weight, h, c, start = random_inputs(11, steps=6, starts=0.0)
+    wanted = [value.requires_grad_() for value in (gates, weight, h, c)]
+    hidden, cells, state = [], [], (h, c)
+    for row in gates:
+        state = cell_step(row, weight, *state)
+        hidden.append(state[0])
+        cells.append(state[1])
+    ours, theirs = (torch.stack(hidden), torch.stack(cells)), cell_by_cell(gates, weight, h, c, start)
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    for found, expected in zip(gradients(ours, wanted, which), gradients(theirs, wanted, which), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_the_gradient_of_a_row_is_that_of_finite_differences() -> None:
+    gates, weight, h, c, _ = random_inputs(4, steps=1, envs=3, hidden=3)
+    assert torch.autograd.gradcheck(cell_step, [part.requires_grad_() for part in (gates[0], weight, h, c)])
+
+
+def test_a_row_of_bfloat16_gates_keeps_its_cell_in_float32() -> None:
+    gates, weight, h, c, _ = random_inputs(4, steps=1, dtype=torch.float32)
+    parts = gates[0].bfloat16().requires_grad_(), weight.requires_grad_(), h.requires_grad_(), c.requires_grad_()
+    hidden, cell = cell_step(*parts)
+    assert (hidden.dtype, cell.dtype) == (torch.bfloat16, torch.float32)
+    found = torch.autograd.grad(hidden.float().sum() + cell.sum(), parts)
+    assert [one.dtype for one in found] == [part.dtype for part in parts]
+
+
+def test_rows_of_several_members_are_rows_of_each() -> None:
+    """Under `vmap` every member has its own weights."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (3, 2, 16), (3, 16, 4), (3, 2, 4), (3, 2, 4)
+    gates, weight, h, c = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    together = torch.func.vmap(cell_step)(gates, weight, h, c)
+    for member in range(3):
+        alone = cell_step(gates[member], weight[member], h[member], c[member])
+        for found, expected in zip(together, alone, strict=True):
+            torch.testing.assert_close(found[member], expected, rtol=0, atol=1e-14)
 
 
 def test_nothing_passes_a_start_in_either_direction() -> None:
