@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +14,13 @@ from torch import Tensor
 
 from tailguard.algorithm.config import LearnerConfig
 from tailguard.algorithm.rollout import ObservationScale
-from tailguard.envs.adapt import as_vector_env, policy_inputs
+from tailguard.envs.adapt import FlatInputs, as_vector_env, policy_inputs
 from tailguard.errors import ConfigError
 from tailguard.memory_limits import keep_freed_memory
 from tailguard.models.inference import InferencePolicy, PredictPolicy, ScaledNetwork, StepPolicy
 from tailguard.models.policy import ActorCritic
 from tailguard.returns import RunningMoments
+from tailguard.returns.asset_moments import AssetMoments
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
@@ -49,9 +52,16 @@ class Agent:
         # The global generator is left as it was: weights depend on the seed alone.
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            network = ActorCritic(self.env.observation_size, self.env.action_space, config.network)
+            layout = getattr(self.env, "asset_layout", None)
+            network = ActorCritic(self.env.observation_size, self.env.action_space, config.network, layout)
         self.policy = network.to(self.device)
-        self.observation_moments = RunningMoments((self.env.observation_size,), device=self.device)
+        if network.layout is not None and isinstance(self.inputs, FlatInputs):
+            self.inputs = replace(self.inputs, layout=network.layout)
+        self.observation_moments: RunningMoments | AssetMoments = (
+            RunningMoments((self.env.observation_size,), device=self.device)
+            if network.layout is None
+            else AssetMoments(network.layout, self.device)
+        )
 
     @property
     def spec(self) -> TradingSpec | None:
@@ -59,10 +69,16 @@ class Agent:
         bars."""
         return self.inputs.spec
 
-    def _observation_scale(self) -> ObservationScale:
-        """The current observation statistics; they are constant during a rollout or an evaluation."""
+    def observation_scale(self, observation_size: int | None = None) -> ObservationScale:
+        """The current observation statistics; they are constant during a rollout or an evaluation.
+
+        `observation_size`: of a universe of another size than the environment's, for networks that can read it.
+        """
         moments = self.observation_moments
         clip = self.config.observation_clip if self.config.normalise_observations else math.inf
+        if isinstance(moments, AssetMoments):
+            mean, std = moments.scale(observation_size or self.env.observation_size)
+            return ObservationScale(mean.float(), std.float(), clip)
         return ObservationScale(moments.mean.float(), moments.std.float(), clip)
 
     @torch.no_grad()
@@ -79,7 +95,7 @@ class Agent:
         None at the start. `episode_start`: [n] bool, where the memory must be cleared. Statistics are not updated.
         """
         rows, single = self.inputs.encode(observation)
-        obs = self._observation_scale()(torch.as_tensor(rows, device=self.device))
+        obs = self.observation_scale(rows.shape[-1])(torch.as_tensor(rows, device=self.device))
         count = obs.shape[0]
         memory = self.policy.initial_state(count)[0]
         if state is not None:
@@ -110,11 +126,19 @@ class Agent:
         """
         if type(self).predict is not Agent.predict:
             return PredictPolicy(self)  # a subclass decides in its own way
-        return InferencePolicy(self.policy, self._observation_scale())
+        scale: Callable[[Tensor], Tensor] = self.observation_scale()
+        if self.policy.layout is not None:
+            # Any universe may come; statistics are those of now, as for the others.
+            sized = cache(self.observation_scale)
+
+            def scale(observation: Tensor) -> Tensor:
+                return sized(observation.shape[-1])(observation)
+
+        return InferencePolicy(self.policy, scale)
 
     def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
         """The networks that decide, with their inputs' scaling: one here, all members' of an ensemble."""
-        scale = self._observation_scale()
+        scale = self.observation_scale()
         return (ScaledNetwork(self.policy, scale, scale.std),)
 
     def combine(self, actions: Sequence[Tensor]) -> Tensor:

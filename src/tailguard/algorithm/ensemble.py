@@ -59,6 +59,8 @@ class Ensemble:
         for member in self.members[1:]:
             _check_alike(first, member)
         self._low, self._high = (bound.cpu() for bound in (first.env.action_space.low, first.env.action_space.high))
+        if first.policy.layout is not None:  # the same for all assets, of which there may be any number
+            self._low, self._high = self._low[:1], self._high[:1]
 
     @property
     def spec(self) -> TradingSpec | None:

@@ -208,7 +208,7 @@ class Learner(Agent):
             self.policy,
             env,
             self.runtime.kept_for_backward(before),
-            self._observation_scale(),
+            self.observation_scale(),
             self.config.n_steps,
             self.generator,
             self.runtime.compiled(act_and_step),

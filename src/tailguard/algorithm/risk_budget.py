@@ -94,7 +94,10 @@ class RiskBudget:
         self.constraint = CVaRConstraint(self.config, self.device)
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            width = policy.each_trunk()[policy.critic_trunks[0]].output_size + env.observation_size
+            # Of many assets, whose number may change, the critic's features tell enough.
+            self.layout = policy.layout
+            read = env.observation_size if self.layout is None else self.layout.account_size
+            width = policy.each_trunk()[policy.critic_trunks[0]].output_size + read
             self.critic = CostCritic(width, config.critic_hidden, config.critic_learning_rate, self.device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.running = RunningLosses(env.num_envs, config.measure == "drawdown", self.device)
@@ -174,15 +177,19 @@ class RiskBudget:
             losses, rows.double() * self.changes.mean, rows.double().sqrt() * self.changes.std
         )
 
+    def _read(self, obs: Tensor) -> Tensor:
+        """What the cost critic reads of observations [..., O]: all of it, or the account where assets may vary."""
+        return obs if self.layout is None else self.layout.of_account(obs)
+
     def advantages(self, rollout: Rollout, estimates: Estimates) -> tuple[Tensor, dict[str, Tensor]]:
         """Advantages [T, N] of reward minus λ times the cost, in raw units, and the metrics of the budget."""
         with torch.no_grad():
             costs = self.costs(rollout)
         view = estimates.views[0]
-        features, obs = view.output.features, rollout.scaled_obs
+        features, obs = view.output.features, self._read(rollout.scaled_obs)
         with torch.no_grad():
             values = self.critic(features, obs)
-            successor = self.critic(view.final_features, rollout.scale(rollout.final_obs[-1]))
+            successor = self.critic(view.final_features, self._read(rollout.scale(rollout.final_obs[-1])))
             next_values = torch.cat((values[1:], successor.unsqueeze(0)))
             # The budget is on the episode: when it ends, by time or by ruin, nothing more is to come.
             never = torch.zeros_like(rollout.truncated)

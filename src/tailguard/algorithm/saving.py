@@ -19,6 +19,7 @@ from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.rollout import RolloutState
 from tailguard.envs.adapt import FlatInputs, GymnasiumInputs, as_vector_env, policy_inputs
+from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step, VectorEnv
 from tailguard.envs.spec import TradingSpec
 from tailguard.errors import CheckpointError, ConfigError, TailguardError
@@ -91,7 +92,7 @@ def rebuild(
         config = config_kind.from_dict(about["config"])
         space = _read_space(about["action_space"])
         spec = None if about["spec"] is None else TradingSpec.from_dict(about["spec"])
-        inputs = FlatInputs(about["observation_size"], space, spec)
+        inputs = FlatInputs(about["observation_size"], space, spec, _layout_of(config, spec))
         if env is None and not about["plain_rows"]:
             raise TailguardError(
                 f"{folder}: the agent's observations or actions are not plain rows of numbers, and only its "
@@ -115,7 +116,7 @@ def rebuild(
     if env is None:
         agent.inputs = inputs
     else:
-        _check_env(folder, about, spec, agent.env, agent.spec)
+        _check_env(folder, about, spec, agent.env, agent.spec, any_universe=inputs.layout is not None)
     if chosen is trained_by:
         restore(agent, parts, str(folder), episodes=False)
     else:
@@ -262,7 +263,8 @@ def move_to(agent: Learner, env: Any) -> None:
     """Give the agent another environment, as by saving it and loading it there: it begins fresh episodes."""
     vector_env = as_vector_env(env, None, None if isinstance(env, VectorEnv) else agent.device)
     about = describe(agent)
-    _check_env(Path("set_env"), about, agent.spec, vector_env, policy_inputs(vector_env).spec)
+    env_spec, any_universe = policy_inputs(vector_env).spec, agent.policy.layout is not None
+    _check_env(Path("set_env"), about, agent.spec, vector_env, env_spec, any_universe=any_universe)
     parts, alarms = capture(agent), agent.alarms
     risk = None if agent.risk is None else agent.risk.config
     options: dict[str, Any] = {"extensions": agent.extensions} if isinstance(agent, DistributionalPPO) else {}
@@ -293,7 +295,7 @@ def _check_outline(where: str, inputs: FlatInputs, config: LearnerConfig, weight
         raise CheckpointError(f"{where}: describes a layer of {largest:,} units, and has {stored:,} weights in all")
     try:
         with torch.device("meta"):  # shapes without memory
-            outline = ActorCritic(inputs.observation_size, inputs.action_space, network)
+            outline = ActorCritic(inputs.observation_size, inputs.action_space, network, inputs.layout)
     except RuntimeError as error:
         raise CheckpointError(f"{where}: describes a network that cannot be built: {error}") from error
     _check_fits(weights, outline.state_dict(), "weights", where)
@@ -362,10 +364,24 @@ def _on_device(state: Any, device: torch.device) -> Any:
 
 
 def _check_env(
-    folder: Path, about: State, spec: TradingSpec | None, env: VectorEnv, env_spec: TradingSpec | None
+    folder: Path,
+    about: Mapping[str, Any],
+    spec: TradingSpec | None,
+    env: VectorEnv,
+    env_spec: TradingSpec | None,
+    *,
+    any_universe: bool,
 ) -> None:
-    """Refuse an environment that asks for other actions, or shows other numbers, than the agent has learned with."""
+    """Refuse an environment that asks for other actions, or shows other numbers, than the agent has learned with.
+
+    `any_universe`: the agent reads and trades any number of assets.
+    """
     size, space = env.observation_size, _describe_space(env.action_space)
+    if any_universe:  # the bounds of one asset, which are those of all
+        space, about = (
+            _first_bounds(space),
+            {**about, "observation_size": size, "action_space": _first_bounds(about["action_space"])},
+        )
     if (size, space) != (about["observation_size"], about["action_space"]):
         raise TailguardError(
             f"{folder}: the agent reads {about['observation_size']} numbers and acts in "
@@ -401,6 +417,15 @@ def _describe_space(space: ActionSpace) -> dict[str, Any]:
     return {"low": space.low.tolist(), "high": space.high.tolist()}
 
 
+def _first_bounds(space: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[:1] for name, values in space.items()}
+
+
+def _layout_of(config: LearnerConfig, spec: TradingSpec | None) -> AssetLayout | None:
+    """The layout of the assets that the agent's network reads, if it shares weights over them."""
+    return None if config.network.encoder == "flat" or spec is None else AssetLayout.of(spec.scaler)
+
+
 def _read_space(description: dict[str, Any]) -> ActionSpace:
     if "sizes" in description:
         return Discrete(tuple(description["sizes"]))
@@ -423,6 +448,7 @@ class _NoEnv:
 
     def __init__(self, inputs: FlatInputs, device: torch.device) -> None:
         self.observation_size, self.action_space, self.device = inputs.observation_size, inputs.action_space, device
+        self.asset_layout = inputs.layout
 
     def reset(self, seed: int | None = None) -> Tensor:  # noqa: ARG002
         raise TailguardError("this agent was loaded without an environment, so it cannot learn; give load(..., env=…)")

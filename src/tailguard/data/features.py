@@ -91,7 +91,7 @@ def compute_features(bars: Bars, names: Sequence[str] | None = None, accounts: A
     values = np.stack(columns, axis=1)
     definitions = tuple(_fingerprint(entry) for entry in entries)
     valid = np.asarray(np.isfinite(values).all(axis=1))
-    return FeatureTable(values, tuple(labels), valid, definitions)
+    return FeatureTable(values, tuple(labels), valid, definitions, market_wide=len(shared))
 
 
 def _ragged_table(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -> FeatureTable:
@@ -120,6 +120,7 @@ def _ragged_table(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) ->
         np.asarray(available.any(axis=1) & known),
         tuple(_fingerprint(entry) for entry in entries),
         available,
+        len(shared),
     )
 
 

@@ -116,3 +116,5 @@ class FeatureTable:
     """Fingerprint of each column's feature: equal if it gives the same numbers on the same bars."""
     available: NDArray[np.bool_] | None = None
     """Assets that are listed and whose features are defined, [R, A]; None: all are on valid rows."""
+    market_wide: int = 0
+    """How many of the last columns are the same for all assets; the others belong to one asset each."""

@@ -54,11 +54,15 @@ def prepare(
     features: Sequence[str] | None = None,
     scaler: Scaler | None = None,
     accounts: Accounts = "portfolio",
+    *,
+    shared_scaling: bool = False,
 ) -> PreparedBars:
     """Compute features and scale them.
 
     Without a `scaler`, one is fitted on the tradeable rows of these bars: correct for training bars. For validation,
     test and live bars pass the scaler of the training bars; it also determines the features.
+
+    `shared_scaling`: scale each feature alike for all symbols, so that the scaler fits symbols that it never saw.
     """
     # Polars is needed to compute features, not to run on prepared ones.
     from tailguard.data.features import available_features, compute_features, longest_warmup
@@ -71,12 +75,15 @@ def prepare(
     if scaler is None:
         if not (table.valid & panel.tradeable).any():
             raise _nothing_defined(bars.source, panel, longest_warmup(bars, features))
-        scaler = Scaler.fit(table, panel.tradeable)
+        scaler = Scaler.fit(table, panel.tradeable, shared=shared_scaling)
     features_, names, available = scaler.transform(table), table.names, table.available
-    if available is not None:
+    if available is not None or scaler.market_wide is not None:
         # The agent sees which assets are there; what is not known of the others is 0, as on average.
-        features_ = np.hstack([np.nan_to_num(features_), available.astype(np.float32)])
-        names = (*names, *(f"listed:{symbol}" for symbol in panel.symbols))
+        present = np.ones((panel.rows, panel.assets), bool) if available is None else available
+        known = features_ if available is None else np.nan_to_num(features_)
+        features_ = np.hstack([known, present.astype(np.float32)])
+        listed = panel.symbols if len(panel.symbols) == panel.assets else ("each",)  # one account for each symbol
+        names = (*names, *(f"listed:{symbol}" for symbol in listed))
     return PreparedBars(panel, features_, names, table.valid, scaler, available=available)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -39,6 +39,9 @@ class Scaler:
     """0 where the feature was constant, [F]."""
     clip: float = 10.0
     """Bound of the scaled values, on both sides."""
+    market_wide: int | None = None
+    """None: one entry for each column. A number: each asset's features are scaled alike, by one entry for each feature,
+    whatever the number of assets; this many of the last ones are market-wide."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.names), len(self.definitions), *self.center.shape, *self.scale.shape}
@@ -51,10 +54,15 @@ class Scaler:
             raise ConfigError("scaler: centers and scales must be finite, scales 0 or more")
         if not self.clip > 0:
             raise ConfigError(f"scaler: clip={self.clip} must be more than 0")
+        if self.market_wide is not None and not 0 <= self.market_wide <= len(self.names):
+            raise ConfigError(f"scaler: {self.market_wide} of {len(self.names)} features are said to be market-wide")
 
     @classmethod
-    def fit(cls, table: FeatureTable, rows: NDArray[np.bool_], clip: float = 10.0) -> Self:
-        """Statistics of the valid ones among `rows`, a boolean mask of training rows, [R]."""
+    def fit(cls, table: FeatureTable, rows: NDArray[np.bool_], clip: float = 10.0, *, shared: bool = False) -> Self:
+        """Statistics of the valid ones among `rows`, a boolean mask of training rows, [R].
+
+        `shared`: one scaling of each feature for all assets, also for those that are not in the table.
+        """
         if rows.dtype != np.bool_ or rows.shape != table.valid.shape:
             raise ConfigError(
                 f"scaler: rows must be a boolean mask of {len(table.valid):,} rows, got {rows.dtype} {rows.shape}"
@@ -62,6 +70,8 @@ class Scaler:
         values = table.values[rows & table.valid]
         if len(values) < 2:
             raise too_few_rows(len(values), int(rows.sum()))
+        if shared:
+            return cls._fit_over_assets(table, values, clip)
         if table.available is not None:
             return cls._fit_where_defined(table, values, clip)
         quartiles = np.quantile(values, QUARTILES, axis=0)
@@ -76,6 +86,30 @@ class Scaler:
         quartiles = np.nanquantile(values, QUARTILES, axis=0)
         constant = np.nanmax(values, axis=0) == np.nanmin(values, axis=0)
         return cls.of_statistics(table.names, table.definitions, quartiles, np.nanstd(values, axis=0), constant, clip)
+
+    @classmethod
+    def _fit_over_assets(cls, table: FeatureTable, values: Float, clip: float) -> Self:
+        """Statistics of each feature over all assets and the rows on which they are listed."""
+        names = tuple(dict.fromkeys(_feature_of(name) for name in table.names))
+        own = len(names) - table.market_wide
+        columns = [*(range(place, values.shape[1] - table.market_wide, own) for place in range(own))]
+        columns += [range(place, place + 1) for place in range(values.shape[1] - table.market_wide, values.shape[1])]
+        pooled = []
+        for which in columns:
+            sample = values[:, which].ravel()
+            sample = sample[np.isfinite(sample)]
+            # A feature that is nowhere defined gets a scale of 0.
+            pooled.append(sample if sample.size else np.zeros(1))
+        quartiles = np.stack([np.quantile(sample, QUARTILES) for sample in pooled], axis=1)
+        made = cls.of_statistics(
+            names,
+            tuple(table.definitions[which[0]] for which in columns),
+            quartiles,
+            np.array([sample.std() for sample in pooled]),
+            np.array([np.ptp(sample) == 0 for sample in pooled]),
+            clip,
+        )
+        return replace(made, market_wide=table.market_wide)
 
     @classmethod
     def of_statistics(
@@ -105,23 +139,42 @@ class Scaler:
         share: Float = (np.abs(scaled) > self.clip).sum(axis=0) / defined
         return share
 
+    def over_columns(self, columns: int) -> list[int]:
+        """The entry of each of these columns: assets side by side, market-wide features last."""
+        if self.market_wide is None or columns == len(self.names):
+            return list(range(len(self.names)))
+        own = len(self.names) - self.market_wide
+        assets, rest = divmod(columns - self.market_wide, own) if own else (0, columns)
+        if rest or assets < 1:
+            raise ConfigError(f"scaler: {columns} columns are not {own} features of each asset and {self.market_wide}")
+        return [*range(own)] * assets + [*range(own, len(self.names))]
+
     def _scaled(self, features: FeatureTable | Float) -> Float:
         if isinstance(features, FeatureTable):
             self._check_features(features)
             values = features.values
         else:
             values = features
-        if values.shape[-1:] != (len(self.names),):
+        entries = self.over_columns(values.shape[-1])
+        if values.shape[-1:] != (len(entries),):
             raise ConfigError(f"scaler: values of shape {values.shape} do not hold {len(self.names)} features a row")
-        varies = self.scale > 0
-        scaled: Float = (values - self.center) / np.where(varies, self.scale, 1.0)
+        center, scale = (
+            (self.center, self.scale) if self.market_wide is None else (self.center[entries], self.scale[entries])
+        )
+        varies = scale > 0
+        scaled: Float = (values - center) / np.where(varies, scale, 1.0)
         return np.where(varies | np.isnan(values), scaled, 0.0)
 
     def _check_features(self, table: FeatureTable) -> None:
-        if table.names != self.names:
-            fitted, given = ", ".join(self.names), ", ".join(table.names)
+        names, definitions = table.names, table.definitions
+        if self.market_wide is not None:
+            names = tuple(dict.fromkeys(_feature_of(name) for name in table.names))
+            own = len(names) - table.market_wide
+            definitions = (*definitions[:own], *definitions[len(definitions) - table.market_wide :])
+        if names != self.names:
+            fitted, given = ", ".join(self.names), ", ".join(names)
             raise ConfigError(f"scaler: fitted on the features {fitted}; it was given {given}")
-        for name, ours, theirs in zip(self.names, self.definitions, table.definitions, strict=True):
+        for name, ours, theirs in zip(self.names, self.definitions, definitions, strict=True):
             if ours != theirs:
                 raise ConfigError(
                     f"scaler: feature {name!r} has another definition than when the scaler was fitted "
@@ -130,7 +183,8 @@ class Scaler:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers; JSON keeps every bit of a float64."""
-        return {
+        shared = {} if self.market_wide is None else {"market_wide": self.market_wide}
+        return shared | {
             "names": list(self.names),
             "definitions": list(self.definitions),
             "center": self.center.tolist(),
@@ -142,7 +196,7 @@ class Scaler:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`, exactly."""
         expected = {"names", "definitions", "center", "scale", "clip"}
-        if set(data) != expected:
+        if set(data) - {"market_wide"} != expected:
             raise ConfigError(f"scaler: keys {sorted(data)} must be {sorted(expected)}")
         if not all(isinstance(text, str) for text in (*data["names"], *data["definitions"])):
             raise ConfigError("scaler: names and definitions must be texts")
@@ -152,11 +206,17 @@ class Scaler:
             center=np.array(data["center"], dtype=np.float64),
             scale=np.array(data["scale"], dtype=np.float64),
             clip=float(data["clip"]),
+            market_wide=data.get("market_wide"),
         )
 
     def digest(self) -> str:
         """SHA-256 over names, definitions and statistics: equal if and only if the scaled inputs are the same."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _feature_of(column: str) -> str:
+    """`return_1` of `return_1:BTCUSDT`."""
+    return column.partition(":")[0]
 
 
 def too_few_rows(defined: int, rows: int) -> ConfigError:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.protocol import ActionSpace, Discrete, VectorEnv
 from tailguard.envs.spec import TradingSpec
 from tailguard.envs.trading import TradingEnv
@@ -107,9 +108,14 @@ class FlatInputs:
     observation_size: int
     action_space: ActionSpace
     spec: TradingSpec | None = None
+    layout: AssetLayout | None = None
+    """Of the assets, if the agent reads any number of them; None: it reads `observation_size` numbers."""
 
     def encode(self, observation: Any) -> tuple[NDArray[np.float32], bool]:
         rows = np.asarray(observation, dtype=np.float32)
+        if self.layout is not None and rows.ndim in (1, 2):
+            self.layout.assets_in(rows.shape[-1])
+            return np.atleast_2d(rows), rows.ndim == 1
         if rows.shape[-1:] != (self.observation_size,) or rows.ndim > 2:
             raise ConfigError(
                 f"observation has shape {rows.shape}; the agent reads ({self.observation_size},) or a batch "

@@ -13,6 +13,7 @@ from torch import Tensor
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.device_ops import may_hold_any
+from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.episodes import (
     REWARDS,
     EpisodeState,
@@ -55,6 +56,7 @@ class TradingEnv:
         segment.
     `features`: names of the features to use, all built-in ones by default.
     `scaler`: feature scaling fitted on training bars; without one it is fitted on these bars.
+    `shared_scaling`: scale each feature alike for all symbols, as encoders need that share weights over assets.
     `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in its own accounts.
     `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
     `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
@@ -80,6 +82,7 @@ class TradingEnv:
         episode_length: int = 256,
         features: Sequence[str] | None = None,
         scaler: Scaler | None = None,
+        shared_scaling: bool = False,
         accounts: Accounts = "portfolio",
         reward: Reward = "log",
         shield: Shield | None = None,
@@ -97,7 +100,7 @@ class TradingEnv:
         check_count("volatility_half_life", volatility_half_life, low=0)
         if stagger is not None:
             check_count("stagger", stagger)
-        prepared = self._prepared(bars, features, scaler, accounts)
+        prepared = self._prepared(bars, features, scaler, accounts, shared_scaling)
         self.prepared = prepared
         self.device = torch.device(device)
         self.num_envs = num_envs
@@ -106,7 +109,10 @@ class TradingEnv:
         else:
             market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
         own_bars = prepared.panel.rows_between(0, prepared.own_rows)
-        self.volatility = VolatilityScaling.fit(own_bars, volatility_half_life) if volatility_half_life else None
+        self.volatility: VolatilityScaling | None = None
+        if volatility_half_life:
+            one_for_all = prepared.scaler.market_wide is not None
+            self.volatility = VolatilityScaling.fit(own_bars, volatility_half_life, one_for_all=one_for_all)
         self.randomisation = randomisation if randomisation is not None and randomisation.varies_episodes else None
         holdable = holdable_assets(prepared.panel, prepared.available)
         self.task = TradingTask(
@@ -131,6 +137,11 @@ class TradingEnv:
         return self.task.observation_size
 
     @property
+    def asset_layout(self) -> AssetLayout | None:
+        """Where each asset's numbers are in an observation; None where symbols have a scaling of their own."""
+        return AssetLayout.of(self.prepared.scaler)
+
+    @property
     def episode_length(self) -> int:
         """Bars in an episode that does not end early by liquidation."""
         return self.task.episode_length
@@ -146,6 +157,7 @@ class TradingEnv:
         features: Sequence[str] | None,
         scaler: Scaler | None,
         accounts: Accounts,
+        shared_scaling: bool,
     ) -> PreparedBars:
         if isinstance(bars, str | Path):
             bars = open_market(bars)
@@ -155,7 +167,14 @@ class TradingEnv:
             check_same_setting(bars.folder, "accounts", bars.accounts, accounts)
             if features is not None or (scaler is not None and scaler.digest() != bars.scaler.digest()):
                 raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; leave them out")
-        return bars if isinstance(bars, PreparedBars) else prepare(bars, features, scaler, accounts)
+        if not isinstance(bars, PreparedBars):
+            bars = prepare(bars, features, scaler, accounts, shared_scaling=shared_scaling)
+        if shared_scaling and bars.scaler.market_wide is None:
+            raise ConfigError(
+                "shared_scaling: these bars, or the scaler, were prepared with a scaling of each symbol's own; prepare "
+                "them with shared_scaling=True"
+            )
+        return bars
 
     @staticmethod
     def _find_starts(prepared: PreparedBars, episode_length: int) -> Tensor | RowRanges | MixedStarts:

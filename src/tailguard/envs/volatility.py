@@ -27,7 +27,7 @@ class VolatilityScaling:
     half_life: int
     """Bars after which a return counts half."""
     reference: tuple[float, ...]
-    """Median volatility of each asset over the training bars."""
+    """Median volatility of each asset over the training bars; one number: of all assets together."""
 
     def __post_init__(self) -> None:
         check_count("volatility.half_life", self.half_life)
@@ -35,14 +35,18 @@ class VolatilityScaling:
             check_range("volatility.reference", value, low=0, low_open=True)
 
     @classmethod
-    def fit(cls, panel: Panel, half_life: int) -> VolatilityScaling | None:
-        """The scaling for these training bars; None where prices never move."""
+    def fit(cls, panel: Panel, half_life: int, *, one_for_all: bool = False) -> VolatilityScaling | None:
+        """The scaling for these training bars; None where prices never move.
+
+        `one_for_all`: one reference for all assets, the median of theirs, which also holds for others.
+        """
         check_count("volatility.half_life", half_life)
         volatility = ewma_volatility(panel.close, panel.segment, half_life)
         volatility = np.where(volatility > 0, volatility, np.nan)[np.asarray(panel.tradeable)]
         if not np.isfinite(volatility).any(0).all():
             return None
-        return cls(half_life, tuple(float(value) for value in np.nanmedian(volatility, axis=0)))
+        each = np.nanmedian(volatility, axis=0)
+        return cls(half_life, tuple(float(value) for value in ([np.median(each)] if one_for_all else each)))
 
     def factors(self, panel: Panel) -> NDArray[np.float32]:
         """The factor on each asset's weight at each bar, [R, A]; 1 where there is no volatility yet."""

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard.algorithm.learner import Learner
-from tailguard.algorithm.rollout import ObservationScale
 from tailguard.evaluate.backtest import backtest
 from tailguard.models.inference import StepPolicy
 
@@ -106,9 +105,8 @@ class _ObservationRecorder:
 @torch.no_grad()
 def _quantiles(agent: Learner, observations: NDArray[np.float32], starts: NDArray[np.bool_]) -> Float:
     """Quantiles of the return at every row, mean of the critics, in raw units, [T, Q]."""
-    moments, config = agent.observation_moments, agent.config
-    clip = config.observation_clip if config.normalise_observations else math.inf
-    scale = ObservationScale(moments.mean.float(), moments.std.float(), clip)
+    config = agent.config
+    scale = agent.observation_scale(observations.shape[-1])
     rows = scale(torch.as_tensor(observations, device=agent.device).unsqueeze(1))
     start = torch.as_tensor(starts, device=agent.device).unsqueeze(1)
     network = agent.policy

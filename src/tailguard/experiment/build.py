@@ -152,7 +152,8 @@ def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars
         return bars
     if factors and config.robust.feed:
         raise ConfigError("env.randomisation.volatility, robust.feed: choose one of them; both make copies of the bars")
-    prepared = prepare(bars, config.data.features or None, accounts=accounts)
+    shared_scaling = config.chosen.network.encoder != "flat"
+    prepared = prepare(bars, config.data.features or None, accounts=accounts, shared_scaling=shared_scaling)
     if config.robust.feed:
         return randomised_feeds(config, bars, prepared)
     return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared

@@ -60,7 +60,7 @@ def network_need(config: RunConfig, env: TradingEnv) -> Need:
         sizes += f", {network.critic_kind.size_setting}={network.critic_kind.outputs(network)}"
     try:
         with torch.device("meta"):  # shapes without memory
-            outline = ActorCritic(env.observation_size, env.action_space, network)
+            outline = ActorCritic(env.observation_size, env.action_space, network, env.asset_layout)
     except (RuntimeError, OverflowError, TypeError) as error:
         raise ConfigError(f"{sizes}: such a network cannot be built: {str(error).splitlines()[0]}") from error
     count = sum(parameter.numel() for parameter in outline.parameters())
@@ -75,7 +75,8 @@ def rollout_need(config: RunConfig, env: TradingEnv, free: float) -> Need:
     row = 2 * env.observation_size + env.task.market.assets + OUTCOMES + _critics(network)
     if config.learner == "pathwise":
         # What the gradient needs of every step: layers, gates and cells of the policy, and the market's own arithmetic.
-        row += 2 * sum(network.hidden) + 8 * network.lstm_size * network.lstm_layers + 2 * OUTCOMES
+        tokens = 1 if network.encoder == "flat" else env.task.market.assets
+        row += 2 * tokens * sum(network.hidden) + 8 * network.lstm_size * network.lstm_layers + 2 * OUTCOMES
     each = float(NUMBER * (steps * row + 2 * network.lstm_size * (network.memory != "none")))
     # Half of the memory: the update needs about the same amount again.
     fitting = free / 2 / each

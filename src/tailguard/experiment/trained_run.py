@@ -121,7 +121,8 @@ def _check_same_bars(run: TrainedRun) -> None:
     if isinstance(train, MappedBars):
         now = train.scaler
     else:
-        now = prepare(train, run.config.data.features or None, accounts=run.agent.spec.accounts).scaler
+        features, shared = run.config.data.features or None, then.market_wide is not None
+        now = prepare(train, features, accounts=run.agent.spec.accounts, shared_scaling=shared).scaler
     same = then.names == now.names and all(
         np.allclose(mine, theirs, rtol=1e-6, atol=1e-12)
         for mine, theirs in ((then.center, now.center), (then.scale, now.scale))

@@ -53,7 +53,8 @@ class InferencePolicy:
         self._memory: MemoryState = network.initial_state(1)[0]
         self._cells = trunk.memory.cell_weights() if isinstance(trunk.memory, LSTMMemory) else []
         self._states: list[tuple[Tensor, Tensor]] = []
-        self._direct = self.device.type == "cpu" and not is_narrow(trunk.precision, self.device)
+        plain = network.layout is None
+        self._direct = plain and self.device.type == "cpu" and not is_narrow(trunk.precision, self.device)
         self._layers = [_direct(layer) for layer in trunk.encoder.layers]
         self._head = _direct(self.head.linear)
         self._gaussian = isinstance(self.head, GaussianHead)

@@ -9,15 +9,20 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.protocol import ActionSpace, Box
 from tailguard.errors import ConfigError
-from tailguard.models.actions import make_action_head
+from tailguard.models.actions import ActionHead, make_action_head
+from tailguard.models.asset_head import AssetHead
+from tailguard.models.asset_trunk import AssetTrunk
 from tailguard.models.critics import CRITICS, Critic, DistributionalCritic, Projection, ScalarCritic
-from tailguard.models.encoder import Activation, Encoder
-from tailguard.models.memory import LSTMMemory, Memory, MemoryState, NoMemory
-from tailguard.models.precision import Precision, autocast, full_precision
+from tailguard.models.encoder import Activation
+from tailguard.models.memory import MemoryState
+from tailguard.models.precision import Precision, full_precision
+from tailguard.models.trunk import Trunk
 from tailguard.validate import check_choice, check_count, check_range, check_registered
 
+EncoderKind = Literal["flat", "shared", "attention"]
 MemoryKind = Literal["separate", "shared", "none"]
 TwinTrunk = Literal["shared", "own"]
 
@@ -29,6 +34,10 @@ PolicyState = tuple[MemoryState, ...]
 class NetworkConfig:
     """The shape of the network."""
 
+    encoder: EncoderKind = "flat"
+    """How several assets are read. flat: all numbers side by side, for these symbols in this order; shared: the same
+    weights for every asset and a pooled context, for any symbols; attention: the same, and assets attend to each
+    other."""
     hidden: tuple[int, ...] = (64,)
     """Widths of the encoder's layers before the memory; empty: the LSTM reads the observation directly."""
     activation: Activation = "tanh"
@@ -71,6 +80,7 @@ class NetworkConfig:
             raise ConfigError(f"network.hidden: {self.hidden!r} is not a list of widths, as [64, 64]")
         for width in self.hidden:
             check_count("network.hidden", width)
+        check_choice("network.encoder", self.encoder, get_args(EncoderKind))
         check_choice("network.activation", self.activation, get_args(Activation))
         check_choice("network.memory", self.memory, get_args(MemoryKind))
         check_choice("network.std", self.std, ("global", "state"))
@@ -100,47 +110,6 @@ class NetworkConfig:
     def critic_kind(self) -> type[Critic]:
         """The class of the critic, which knows what else must be known of it."""
         return CRITICS[self.critic]
-
-
-class Trunk(nn.Module):
-    """Encoder, then memory."""
-
-    def __init__(self, observation_size: int, config: NetworkConfig) -> None:
-        super().__init__()
-        self.encoder = Encoder(observation_size, config.hidden, config.activation)
-        width = self.encoder.output_size
-        self.memory: Memory = (
-            NoMemory(width) if config.memory == "none" else LSTMMemory(width, config.lstm_size, config.lstm_layers)
-        )
-        self.output_size = self.memory.output_size
-        self.precision: Precision = config.precision
-
-    @property
-    def is_recurrent(self) -> bool:
-        return not isinstance(self.memory, NoMemory)
-
-    def step(
-        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
-    ) -> tuple[Tensor, MemoryState]:
-        """One row: obs [N, O] -> features [N, H] and the state after it.
-
-        `mask`: factors on the encoder's outputs, [N, E], for dropout; None: 1.
-        """
-        with autocast(self.precision, obs.device):
-            encoded = self.encoder(obs)
-            return self.memory.step(encoded if mask is None else encoded * mask, state, episode_start)
-
-    def sequence(
-        self, obs: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
-    ) -> tuple[Tensor, MemoryState]:
-        """T rows: obs [T, N, O] -> features [T, N, H] and the state after the last one."""
-        with autocast(self.precision, obs.device):
-            return self.memory.sequence(self.encoder(obs), state, episode_start, inner_resets)
-
-    def every_state(self, obs: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
-        """As `sequence`, with the state after each row, [L, T, N, H] its parts."""
-        with autocast(self.precision, obs.device):
-            return self.memory.every_state(self.encoder(obs), state, episode_start)
 
 
 class ReturnCritic(nn.Module):
@@ -194,11 +163,21 @@ class PolicyOutput:
 
 
 class ActorCritic(nn.Module):
-    """The whole network. Trunk 0 is the actor's; the critics read trunk 0 (shared), 1, or 1 and 2 (own trunks)."""
+    """The whole network. Trunk 0 is the actor's; the critics read trunk 0 (shared), 1, or 1 and 2 (own trunks).
 
-    def __init__(self, observation_size: int, action_space: ActionSpace, config: NetworkConfig) -> None:
+    `layout`: of the assets in an observation, for encoders that share weights over them.
+    """
+
+    def __init__(
+        self,
+        observation_size: int,
+        action_space: ActionSpace,
+        config: NetworkConfig,
+        layout: AssetLayout | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.layout = None if config.encoder == "flat" else _check_layout(layout, action_space, config.encoder)
         critics = 2 if config.twin_critics else 1
         if config.memory == "shared":
             self.critic_trunks: tuple[int, ...] = (0,) * critics
@@ -206,8 +185,12 @@ class ActorCritic(nn.Module):
             self.critic_trunks = (1, 2)
         else:
             self.critic_trunks = (1,) * critics
-        self.trunks = nn.ModuleList(Trunk(observation_size, config) for _ in range(max(self.critic_trunks) + 1))
-        width = self._trunk(0).output_size
+        self.trunks = nn.ModuleList(
+            Trunk(observation_size, config) if self.layout is None else AssetTrunk(self.layout, config, acts=index == 0)
+            for index in range(max(self.critic_trunks) + 1)
+        )
+        first = self._trunk(0)
+        width = first.output_size
         options: dict[str, Any] = {}
         if isinstance(action_space, Box):
             options = {
@@ -216,7 +199,11 @@ class ActorCritic(nn.Module):
                 "log_std_init": config.log_std_init,
                 "log_std_bounds": config.log_std_bounds,
             }
-        self.action_head = make_action_head(width, action_space, **options)
+        self.action_head: ActionHead = (
+            AssetHead(width, first.token_size, cast(Box, action_space), **options)
+            if isinstance(first, AssetTrunk)
+            else make_action_head(width, action_space, **options)
+        )
         self.critics = nn.ModuleList(ReturnCritic(width, config) for _ in range(critics))
 
     def _trunk(self, index: int) -> Trunk:
@@ -294,6 +281,8 @@ class ActorCritic(nn.Module):
 
     def heads(self, features: Sequence[Tensor]) -> PolicyOutput:
         """Outputs of actor and critics from the trunks' features; one matrix product per trunk."""
+        if self.layout is not None:
+            return PolicyOutput(self.action_head(features[0]), self.critic_heads(dict(enumerate(features))))
         shared = self.critic_trunks[0] == 0
         first = [self.action_head.linear, *(self._critic_layers(0) if shared else [])]
         chosen, *outputs = full_precision(first, features[0])
@@ -310,6 +299,8 @@ class ActorCritic(nn.Module):
     def critic_heads(self, features: Mapping[int, Tensor]) -> tuple[CriticOutput, ...]:
         """Output of every critic from its trunk's features."""
         trunks = sorted(set(self.critic_trunks))
+        if self.layout is not None:  # what follows in the actor's trunk belongs to single assets
+            features = {trunk: features[trunk][..., : self._trunk(trunk).output_size] for trunk in trunks}
         outputs = {trunk: full_precision(self._critic_layers(trunk), features[trunk]) for trunk in trunks}
         return self._critic_outputs(outputs, features)
 
@@ -347,6 +338,15 @@ class ActorCritic(nn.Module):
         with torch.set_grad_enabled(final_obs.requires_grad):
             following = self.critic_heads(successors)
         return self.critic_heads(features), following, tuple(after)
+
+
+def _check_layout(layout: AssetLayout | None, action_space: ActionSpace, encoder: str) -> AssetLayout:
+    if layout is None or not isinstance(action_space, Box):
+        raise ConfigError(
+            f"network.encoder: {encoder} shares weights over the assets of a trading environment, whose features are "
+            "scaled alike for all symbols; use TradingEnv(bars, shared_scaling=True), or network.encoder=flat"
+        )
+    return layout
 
 
 def _some_successors(

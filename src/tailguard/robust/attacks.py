@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.spec import TradingSpec
 from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
@@ -357,7 +358,11 @@ def attackable(source: TradingEnv | TradingSpec | Any, observation_size: int | N
     if not isinstance(spec, TradingSpec):
         return torch.ones(size)
     mask = torch.zeros(size)
-    for column, (name, scale) in enumerate(zip(spec.scaler.names, spec.scaler.scale, strict=True)):
+    layout, columns = AssetLayout.of(spec.scaler), len(spec.scaler.names)
+    if layout is not None:
+        columns = layout.assets_in(size) * layout.own + layout.market_wide
+    for column, entry in enumerate(spec.scaler.over_columns(columns)):
+        name, scale = spec.scaler.names[entry], spec.scaler.scale[entry]
         mask[column] = float(not name.startswith(CLOCK) and scale > 0)
     return mask
 

@@ -111,6 +111,8 @@ def step_bounds(
     head, trunk = policy.action_head, policy.each_trunk()[0]
     if not isinstance(head, GaussianHead):
         raise ConfigError("bounds: choices do not move by a distance; bounds are for continuous actions")
+    if policy.layout is not None:
+        raise ConfigError("bounds: certificates are for network.encoder=flat; attacks work with every encoder")
     with torch.no_grad():
         # A box around the ball; of a ball of l2 only the last norm below knows that it is smaller.
         reach = radius.double()
