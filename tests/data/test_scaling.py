@@ -157,3 +157,37 @@ def test_unusable_masks_and_stored_states_are_refused() -> None:
         Scaler.from_dict(good | {"scale": [-1.0]})
     with pytest.raises(ConfigError, match="clip=0"):
         Scaler.from_dict(good | {"clip": 0.0})
+
+
+def test_a_shared_scaling_is_that_of_all_assets_together() -> None:
+    """Two features of three assets and one of the market; NaN where an asset is not listed."""
+    draw = np.random.default_rng(0)
+    values = draw.normal(size=(500, 7)) * [1, 5, 2, 5, 3, 5, 7] + [0, 1, 10, 1, 20, 1, 3]
+    values[:100, 2:4] = np.nan
+    names = ("a:X", "b:X", "a:Y", "b:Y", "a:Z", "b:Z", "clock")
+    definitions = ("da", "db", "da", "db", "da", "db", "dc")
+    valid = np.ones(500, bool)
+    table = FeatureTable(values, names, valid, definitions, np.isfinite(values[:, [0, 2, 4]]), market_wide=1)
+    scaler = Scaler.fit(table, valid, shared=True)
+    assert (scaler.names, scaler.definitions) == (("a", "b", "clock"), ("da", "db", "dc"))
+    every_a = values[:, [0, 2, 4]].ravel()
+    low, middle, high = np.quantile(every_a[np.isfinite(every_a)], (0.25, 0.5, 0.75))
+    assert scaler.center[0] == pytest.approx(middle, rel=1e-12)
+    assert scaler.scale[0] == pytest.approx((high - low) / 1.3489795003921634, rel=1e-12)
+    scaled = scaler.transform(table)
+    for asset in range(3):
+        expected = np.clip((values[:, 2 * asset] - middle) / scaler.scale[0], -10, 10)
+        np.testing.assert_allclose(scaled[:, 2 * asset], expected, rtol=1e-6)
+    # Any number of assets, also one whose columns have no symbol.
+    one = FeatureTable(values[:, [4, 5, 6]], ("a", "b", "clock"), valid, ("da", "db", "dc"), market_wide=1)
+    np.testing.assert_array_equal(scaler.transform(one), scaled[:, [4, 5, 6]])
+    again = Scaler.from_dict(json.loads(json.dumps(scaler.to_dict())))
+    assert again.market_wide == 1
+    assert again.digest() == scaler.digest()
+    np.testing.assert_array_equal(again.transform(table), scaled)
+    with pytest.raises(ConfigError, match="8 columns are not 2 features of each asset and 1"):
+        scaler.transform(np.zeros((3, 8)))
+    other = FeatureTable(values[:, :3], ("a:X", "a:Y", "clock"), valid, ("da", "da", "dc"), market_wide=1)
+    with pytest.raises(ConfigError, match="fitted on the features a, b, clock"):
+        scaler.transform(other)
+    assert "market_wide" not in Scaler.fit(one, valid).to_dict()
