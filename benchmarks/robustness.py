@@ -1,25 +1,32 @@
-"""Plain agents and agents trained against attacks, under the strongest of five attacks.
+"""Plain agents and agents trained against attacks, under the strongest of several attacks.
 
-    python benchmarks/robustness.py                        all tasks, 8 seeds; resumes from robustness.json
-    python benchmarks/robustness.py --only market          one task
-    python benchmarks/robustness.py --cost                 cost of the inner attack, as a multiple of a plain update
+    python benchmarks/robustness.py                            all cases, one after the other; resumes from its folder
+    python benchmarks/robustness.py --jobs 9 --seconds 320     side by side, one thread each, for so long
+    python benchmarks/robustness.py --only market              cases whose name contains this
+    python benchmarks/robustness.py --table                    the tables of what is there, without running anything
+    python benchmarks/robustness.py --cost                     cost of the inner attack, as a multiple of a plain update
 
-Each agent acts deterministically: clean, under noise at the corners of the ball, under PGD on the size of its action's
-change (`pgd`), on its action's sign (`reverse`) and on its critic, and under an adversary that was trained against it
-(`direction`). The strongest attack is the one that leaves least, chosen for each agent; `reverse_1.5`, of one and a
-half times the size, is not among them. What an agent keeps is counted from what no skill earns: 0 in the market (no
-trade), the return of random actions in Pendulum, 0 in InvertedPendulum.
+A case is one agent of one seed: trained, then judged. Each is one line of OUT/cases.jsonl. Agents act
+deterministically: on true observations, under noise at the corners of the ball, and under six attacks: FGSM, PGD and
+SGLD on the size of the action's change, PGD on the action's sign (`reverse`), on the critic, and an adversary that was
+trained against this very agent. The strongest is the one that leaves least, chosen for each agent. The ball has the
+same size in raw observations for both kinds of agents: ε is in standard deviations of what a plain agent of a
+development seed sees, in the market of the training bars.
 
-InvertedPendulum-v5 stands for the MuJoCo tasks: Hopper-v5 needs hours of a CPU for 8 seeds (`pip install mujoco`).
+What an agent keeps is counted from what no skill earns: 0 in the market (no trade), the return of standing still in
+Reacher, that of random actions in Pendulum. Settings were chosen on seeds from 1000 on; seeds of the cases are 200 to
+207 for the market and 0 to 7 for the tasks. Cases named `feed` are those of benchmarks/feed.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -34,18 +41,21 @@ from tailguard.data.splits import Split
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.evaluate.held_out import episodes_on
 from tailguard.robust.attacked_policy import AttackedPolicy
-from tailguard.robust.attacks import Attack
+from tailguard.robust.attacks import Attack, attackable
 from tailguard.robust.config import RobustConfig
 
 ATTACKS = {
-    "clean": ("random", "action", 0.0),
-    "noise": ("random", "action", 1.0),
-    "pgd": ("pgd", "action", 1.0),
-    "reverse": ("pgd", "reverse", 1.0),
-    "critic": ("pgd", "critic", 1.0),
-    "reverse_1.5": ("pgd", "reverse", 1.5),
+    "fgsm": ("fgsm", "action"),
+    "pgd": ("pgd", "action"),
+    "sgld": ("sgld", "action"),
+    "reverse": ("pgd", "reverse"),
+    "critic": ("pgd", "critic"),
 }
-"""Kind and target, and the share of the task's epsilon."""
+"""Kind and target of those that need no training."""
+JUDGES = (*ATTACKS, "adversary")
+VARIANTS = ("plain", "regularised")
+FIRST_UNSEEN = 1_000_000
+"""Random streams of the evaluation: no agent trains on them."""
 
 
 @dataclass(frozen=True)
@@ -54,90 +64,73 @@ class Task:
 
     train: Callable[[int, RobustConfig], Any]
     evaluate: Callable[[Any, int], float]
-    adversary: Callable[[Any, Attack, int], AttackedPolicy]
+    adversary: Callable[[Any, Attack, torch.Tensor, int], AttackedPolicy]
+    seeds: tuple[int, ...]
     epsilon: float
     robust: RobustConfig
     floor: float
     """What no skill earns."""
+    units: tuple[float, ...] | None = None
+    """Size of one unit of epsilon in each raw feature; none: 1, for features that are scaled already."""
+
+    def mask(self, agent: Any) -> torch.Tensor:
+        """Makes the ball of every agent the same, whatever it scales its observations by."""
+        own = agent.scaled_networks()[0].units
+        units = torch.ones_like(own) if self.units is None else torch.tensor(self.units)
+        return attackable(agent.spec, len(own)) * units / own
 
 
 # --- the planted market, gradients through the market, LSTM ----------------------------------------------------------
 
 
 @cache
-def split() -> Split:
-    market = tg.make_market(9_000, seed=1, signal=20.0)
+def split(seed: int) -> Split:
+    market = tg.make_market(9_000, seed=seed, signal=20.0)
     return tg.split_bars(market.bars, validation=0.1, test=0.3, embargo="7d")
 
 
-def market_env(num_envs: int) -> tg.TradingEnv:
-    return tg.TradingEnv(split().train, num_envs=num_envs, episode_length=64)
+def market_env(seed: int, num_envs: int) -> tg.TradingEnv:
+    return tg.TradingEnv(split(seed).train, num_envs=num_envs, episode_length=64)
 
 
 def train_market(seed: int, robust: RobustConfig) -> Any:
-    agent = tg.PathwiseLearner(market_env(128), n_steps=32, seed=seed, robust=robust, learning_rate="linear:1e-2:1e-3")
-    return agent.learn(128 * 32 * 60)
+    options: dict[str, Any] = {"n_steps": 32, "learning_rate": "linear:1e-2:1e-3"}
+    return tg.PathwiseLearner(market_env(seed, 128), seed=seed, robust=robust, **options).learn(128 * 32 * 100)
 
 
-def evaluate_market(agent: Any, seed: int) -> float:  # noqa: ARG001 (the test part is the same for all)
+def evaluate_market(agent: Any, seed: int) -> float:
     """Mean log-growth of episodes of 64 hours on the test part, net of costs."""
-    (episodes,) = episodes_on(agent.spec, split().test)
+    (episodes,) = episodes_on(agent.spec, split(seed).test)
     return float(episodes.trade(agent).growth.mean())
 
 
-def attack_market(agent: Any, attack: Attack, seed: int) -> AttackedPolicy:
+def attack_market(agent: Any, attack: Attack, mask: torch.Tensor, seed: int) -> AttackedPolicy:
     options: dict[str, Any] = {"n_steps": 32, "minibatch_size": 512, "hidden": (32,), "lstm_size": 32}
-    return train_adversary(
-        agent,
-        market_env(64),
-        attack,
-        timesteps=64 * 32 * 30,
-        seed=seed,
-        critic="scalar",
-        learning_rate=3e-3,
-        **options,
-    )
+    options |= {"critic": "scalar", "learning_rate": 3e-3, "seed": seed, "mask": mask}
+    return train_adversary(agent, market_env(seed, 64), attack, timesteps=64 * 32 * 40, **options)
 
 
 # --- Gymnasium tasks, PPO ---------------------------------------------------------------------------------------------
 
-PENDULUM: dict[str, Any] = {
-    "n_steps": 200,
-    "minibatch_size": 400,
-    "epochs": 10,
-    "gamma": 0.9,
-    "learning_rate": "linear:3e-3:0",
-    "hidden": (64,),
-    "activation": "silu",
-    "log_std_init": 0.3,
-    "memory": "none",
-    "critic": "scalar",
-}
-INVERTED: dict[str, Any] = {
-    "n_steps": 128,
-    "minibatch_size": 256,
-    "epochs": 10,
-    "learning_rate": "linear:1e-3:0",
-    "hidden": (64,),
-    "activation": "silu",
-    "log_std_init": -0.5,
-    "memory": "none",
-    "critic": "scalar",
-}
+NETWORK: dict[str, Any] = {"hidden": (64,), "activation": "silu", "memory": "none", "critic": "scalar"}
+BATCH: dict[str, Any] = {"minibatch_size": 400, "epochs": 10}
+PENDULUM = NETWORK | BATCH | {"n_steps": 200, "gamma": 0.9, "learning_rate": "linear:3e-3:0", "log_std_init": 0.3}
+REACHER = NETWORK | BATCH | {"n_steps": 100, "gamma": 0.95, "learning_rate": "linear:2e-3:0", "log_std_init": -0.5}
 
 
 def copies(task: str, count: int) -> GymnasiumEnv:
     return GymnasiumEnv([partial(gymnasium.make, task)] * count)
 
 
-def train_gym(task: str, options: dict[str, Any], steps: int, seed: int, robust: RobustConfig) -> Any:
-    return tg.DistributionalPPO(copies(task, 10), seed=seed, robust=robust, **options).learn(steps)
+def train_gym(task: str, options: dict[str, Any], steps: int, num_envs: int, seed: int, robust: RobustConfig) -> Any:
+    # Gymnasium seeds copies with seed, seed + 1, …: neighbours would share most of their episodes.
+    return tg.DistributionalPPO(copies(task, num_envs), seed=100 * seed, robust=robust, **options).learn(steps)
 
 
-def evaluate_gym(task: str, agent: Any, seed: int, episodes: int = 10) -> float:
+def evaluate_gym(task: str, agent: Any, seed: int, episodes: int = 40) -> float:
     """Mean return of so many episodes, one in each copy."""
     env = copies(task, episodes)
-    observation = env.reset(10_000 + seed)
+    observation = env.reset(FIRST_UNSEEN + 100 * seed)
     start, done = torch.ones(episodes, dtype=torch.bool), torch.zeros(episodes, dtype=torch.bool)
     total = torch.zeros(episodes)
     memories = agent.initial_memories(episodes)
@@ -151,38 +144,53 @@ def evaluate_gym(task: str, agent: Any, seed: int, episodes: int = 10) -> float:
     return float(total.mean())
 
 
-def attack_gym(task: str, options: dict[str, Any], steps: int, agent: Any, attack: Attack, seed: int) -> AttackedPolicy:
-    return train_adversary(agent, copies(task, 10), attack, timesteps=steps, seed=seed, **options)
+def attack_gym(
+    task: str, options: dict[str, Any], steps: int, num_envs: int, agent: Any, attack: Attack, mask: Any, seed: int
+) -> AttackedPolicy:
+    options = {**options, "learning_rate": 3e-3, "seed": 100 * seed + 50, "mask": mask}
+    return train_adversary(agent, copies(task, num_envs), attack, timesteps=steps, **options)
 
 
-def gym_task(name: str, options: dict[str, Any], steps: int, adversary_steps: int, **rest: Any) -> Task:
+def gym_task(name: str, options: dict[str, Any], steps: int, num_envs: int, **rest: Any) -> Task:
+    """Trained for so many steps; its adversaries for 40,000."""
     return Task(
-        partial(train_gym, name, options, steps),
+        partial(train_gym, name, options, steps, num_envs),
         partial(evaluate_gym, name),
-        partial(attack_gym, name, {**options, "learning_rate": 3e-3}, adversary_steps),
+        partial(attack_gym, name, options, 40_000, num_envs),
+        seeds=tuple(range(8)),
         **rest,
     )
 
 
 TASKS: dict[str, Task] = {
-    "market": Task(train_market, evaluate_market, attack_market, 0.5, RobustConfig(coef=10.0, epsilon=0.75), floor=0.0),
-    "InvertedPendulum-v5": gym_task(
-        "InvertedPendulum-v5",
-        INVERTED,
-        40_000,
-        20_000,
+    "market": Task(
+        train_market,
+        evaluate_market,
+        attack_market,
+        seeds=tuple(range(200, 208)),
         epsilon=0.4,
-        robust=RobustConfig(coef=0.3, epsilon=0.4, distance="action"),
+        robust=RobustConfig(coef=3.0, epsilon=0.5, through_time=True, steps=3),
         floor=0.0,
+    ),
+    "Reacher-v5": gym_task(
+        "Reacher-v5",
+        REACHER,
+        steps=150_000,
+        num_envs=16,
+        epsilon=0.3,
+        robust=RobustConfig(coef=0.03, epsilon=0.4),
+        floor=-11.15,
+        units=(0.67, 0.73, 0.61, 0.47, 0.1, 0.1, 3.2, 3.1, 0.11, 0.067),
     ),
     "Pendulum-v1": gym_task(
         "Pendulum-v1",
         PENDULUM,
-        100_000,
-        40_000,
-        epsilon=0.3,
-        robust=RobustConfig(coef=0.02, epsilon=0.3, distance="action"),
+        steps=120_000,
+        num_envs=10,
+        epsilon=0.1,
+        robust=RobustConfig(epsilon=0.1, adversary="alternate", adversary_share=0.5),
         floor=-1_200.0,
+        units=(0.75, 0.64, 3.4),
     ),
 }
 
@@ -192,31 +200,103 @@ def judge(task: Task, variant: str, seed: int) -> dict[str, float]:
     begun = time.process_time()
     agent = task.train(seed, task.robust if variant == "regularised" else RobustConfig())
     found = {"train_seconds": time.process_time() - begun}
-    for name, (kind, target, share) in ATTACKS.items():
-        attack = Attack(kind, share * task.epsilon, target=target)  # type: ignore[arg-type]
-        found[name] = task.evaluate(AttackedPolicy(agent, attack), seed)
-    found["adversary"] = task.evaluate(task.adversary(agent, Attack(epsilon=task.epsilon), seed), seed)
+    mask = task.mask(agent)
+
+    def under(attack: Attack) -> AttackedPolicy:
+        return AttackedPolicy(agent, attack, mask)
+
+    found["clean"] = task.evaluate(under(Attack("random", 0.0)), seed)
+    noisy, shifted = under(Attack("random", task.epsilon)), 0.0
+    found["noise"], shifted = task.evaluate(noisy, seed), noisy.mean_shift
+    found["noise_shift"] = shifted
+    for name, (kind, target) in ATTACKS.items():
+        policy = under(Attack(kind, task.epsilon, target=target))  # type: ignore[arg-type]
+        found[name] = task.evaluate(policy, seed)
+        found[f"{name}_shift"], found[f"{name}_flips"] = policy.mean_shift, policy.flips
+    found["adversary"] = task.evaluate(task.adversary(agent, Attack(epsilon=task.epsilon), mask, seed), seed)
     found["seconds"] = time.process_time() - begun
     return found
 
 
-def summarise(results: dict[str, dict[str, float]], name: str, task: Task) -> None:
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[str]:
+    """`task/variant/seed`, the most important ones first."""
+    for name, task in TASKS.items():
+        yield from (f"{name}/{variant}/{seed}" for seed in task.seeds for variant in VARIANTS)
+    yield from (f"feed/{kind}/{seed}" for kind in ("trained", "plain") for seed in range(201, 208))
+
+
+def run_case(case: str) -> dict[str, Any]:
+    name, variant, seed = case.split("/")
+    if name == "feed":
+        import feed
+
+        return {"case": case, **feed.run_case(int(seed), variant, count=20)}
+    return {"case": case, **judge(TASKS[name], variant, int(seed))}
+
+
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run(todo: list[str], jobs: int, seconds: float, file: Path) -> None:
+    """Run cases side by side and add each to the file as it ends; those that are unfinished in time are lost."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    deadline = time.monotonic() + seconds
+    with multiprocessing.get_context("spawn").Pool(jobs, one_thread) as pool, file.open("a") as out:
+        results = pool.imap_unordered(run_case, todo)
+        for _ in todo:
+            try:
+                found = results.next(timeout=max(0.0, deadline - time.monotonic()))
+            except multiprocessing.TimeoutError:
+                print(f"{seconds:g} s are over; run again for what is missing", flush=True)
+                return
+            out.write(json.dumps(found) + "\n")
+            out.flush()
+            print(found["case"], f"{found.get('seconds', 0):.0f} s", flush=True)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def summarise(found: dict[str, dict[str, Any]], name: str, task: Task) -> None:
+    """Medians over seeds, and what is kept of the plain clean result."""
     rows = {}
-    for variant in ("plain", "regularised"):
-        runs = [run for key, run in results.items() if key.startswith(f"{name}/{variant}/")]
+    for variant in VARIANTS:
+        runs = [found[f"{name}/{variant}/{seed}"] for seed in task.seeds if f"{name}/{variant}/{seed}" in found]
         if not runs:
             return
-        worst = [min(run[attack] for attack in ("noise", "pgd", "reverse", "critic", "adversary")) for run in runs]
-        rows[variant] = {kind: statistics.median(run[kind] for run in runs) for kind in (*ATTACKS, "adversary")}
-        rows[variant] |= {"strongest": statistics.median(worst), "n": len(runs)}
-    print(f"\n{name}: ε = {task.epsilon}, floor {task.floor:g}, medians")
+        row = {kind: statistics.median(run[kind] for run in runs) for kind in ("clean", "noise", *JUDGES)}
+        worst = [min(run[attack] for attack in JUDGES) for run in runs]
+        rows[variant] = row | {"strongest": statistics.median(worst), "n": len(runs)}
+        lowest, highest = min(worst), max(worst)
+        rows[variant] |= {"from": lowest, "to": highest}
+    print(f"\n{name}: ε = {task.epsilon}, floor {task.floor:g}, medians; from, to: of the strongest attack")
+    print("| agent |", " | ".join(rows["plain"]), "|")
     for variant, row in rows.items():
-        print(f"  {variant:12s}", "  ".join(f"{kind} {value:.4g}" for kind, value in row.items()))
+        print(f"| {variant} |", " | ".join(f"{value:.4g}" for value in row.values()), "|")
     plain, smooth = rows["plain"], rows["regularised"]
-    kept = [(row["strongest"] - task.floor) / (plain["clean"] - task.floor) for row in (plain, smooth)]
-    clean = (smooth["clean"] - task.floor) / (plain["clean"] - task.floor)
-    ratio = f"{kept[1] / kept[0]:.2f}×" if kept[0] > 0 else "plain keeps nothing"
-    print(f"  kept {kept[0]:.1%} and {kept[1]:.1%} of the plain clean result ({ratio}); clean {clean - 1:+.1%}")
+    skill = plain["clean"] - task.floor
+    kept = [(row["strongest"] - task.floor) / skill for row in (plain, smooth)]
+    ratio = f"{kept[1] / kept[0]:.1f} ×" if kept[0] > 0 else "the plain one keeps nothing"
+    print(f"kept {kept[0]:.0%} and {kept[1]:.0%} of the plain clean result ({ratio});", end=" ")
+    print(f"clean {(smooth['clean'] - task.floor) / skill - 1:+.1%}")
+
+
+def tables(found: dict[str, dict[str, Any]]) -> None:
+    for name, task in TASKS.items():
+        summarise(found, name, task)
+    fed = [run for case, run in found.items() if case.startswith("feed/")]
+    if fed:
+        import feed
+        from rich.console import Console
+
+        Console(width=160).print(feed.table(fed))
+
+
+# --- cost of the inner attack -----------------------------------------------------------------------------------------
 
 
 def cost(rounds: int = 7) -> None:
@@ -254,28 +334,28 @@ def cost(rounds: int = 7) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="tasks whose name contains this")
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("robustness.json"))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, one thread each")
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--out", type=Path, default=Path("robustness"), help="folder of cases.jsonl")
+    parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
     parser.add_argument("--cost", action="store_true", help="measure the cost of the inner attack instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.cost:
         cost()
         return
-    results = json.loads(arguments.out.read_text("utf-8")) if arguments.out.exists() else {}
-    chosen = {name: task for name, task in TASKS.items() if arguments.only in name}
-    for seed in range(arguments.seeds):
-        for name, task in chosen.items():
-            for variant in ("plain", "regularised"):
-                key = f"{name}/{variant}/{seed}"
-                if key not in results:
-                    # Gymnasium seeds copies with seed, seed + 1, …: neighbours would share most of their episodes.
-                    results[key] = judge(task, variant, 1_000 * seed)
-                    arguments.out.write_text(json.dumps(results, indent=1), encoding="utf-8")
-                    print(key, {kind: round(value, 4) for kind, value in results[key].items()}, flush=True)
-    for name, task in chosen.items():
-        summarise(results, name, task)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    file = arguments.out / "cases.jsonl"
+
+    def done() -> dict[str, dict[str, Any]]:
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        return {run["case"]: run for run in map(json.loads, lines)}
+
+    todo = [case for case in cases() if arguments.only in case and case not in done()]
+    if todo and not arguments.table:
+        run(todo, arguments.jobs, arguments.seconds, file)
+    tables(done())
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import tailguard as tg
-from tailguard.algorithm.adversary_training import train_adversary
-from tailguard.evaluate.held_out import episodes_on
 from tailguard.robust.adversary import AdversaryEnv, Perturbation
-from tailguard.robust.attacked_policy import AttackedPolicy
 from tailguard.robust.attacks import Attack, attackable
 from tailguard.robust.config import RobustConfig
 
@@ -58,28 +54,6 @@ def test_a_direction_pushes_the_action_that_way(make_pathwise: Make) -> None:
             assert (sign * push > 0).all()
 
 
-@pytest.mark.slow
-def test_it_is_stronger_than_pgd() -> None:
-    """On the planted market it leaves less than two thirds of what PGD of the same size leaves."""
-    bars = tg.make_market(6_000, seed=1, signal=20.0).bars
-
-    def env(num_envs: int) -> tg.TradingEnv:
-        return tg.TradingEnv(bars, num_envs=num_envs, episode_length=64)
-
-    small: dict[str, Any] = {"n_steps": 32, "hidden": (16,), "lstm_size": 8, "critic": "scalar"}
-    agent = tg.PathwiseLearner(env(64), seed=0, **small).learn(64 * 32 * 40)
-    (episodes,) = episodes_on(agent.spec, bars)  # type: ignore[arg-type]
-    attack = Attack(epsilon=0.5)
-    clean = float(episodes.trade(agent).growth.mean())
-    pgd = float(episodes.trade(AttackedPolicy(agent, attack)).growth.mean())
-    adversary = train_adversary(
-        agent, env(64), attack, timesteps=64 * 32 * 30, minibatch_size=512, learning_rate=3e-3, **small
-    )
-    learned = float(episodes.trade(adversary).growth.mean())
-    assert pgd < clean
-    assert learned < 2 / 3 * pgd
-
-
 def test_in_turns_the_agent_learns_from_what_it_saw(make_ppo: Make) -> None:
     """Perturbed observations are in the rollout, within ε of the true ones, and the ratio at them starts at 1."""
     robust = RobustConfig(epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=2)
@@ -107,3 +81,25 @@ def test_in_turns_the_agent_learns_from_what_it_saw(make_ppo: Make) -> None:
     assert all(changed)
     assert "robust/adversary_reward" in report
     assert learner.num_timesteps == 5 * 8 * 8
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_a_share_of_the_environments_is_attacked_and_the_others_show_the_truth(make_ppo: Make, share: float) -> None:
+    robust = RobustConfig(
+        epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=1, adversary_share=share
+    )
+    learner = make_ppo(robust=robust, epochs=1)
+    true: list[Any] = []
+    alternation = learner.alternation
+    inner = alternation.observe
+
+    def observe(obs: Any, start: Any, memory: Any) -> Any:
+        true.append(obs)
+        return inner(obs, start, memory)
+
+    alternation.observe = observe
+    seen: list[Any] = []
+    for _ in range(2):
+        learner.iterate(lambda rollout: seen.append(rollout.obs) or True)
+    moved = (torch.stack(true[-8:]) != seen[-1]).any(-1).any(0)
+    assert moved.tolist() == [environment < share * 8 for environment in range(8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -76,6 +77,9 @@ class Alternation:
         self.memory: MemoryState = self.learner.policy.initial_state(agent.env.num_envs)[0]
         """Of the adversary, along the agent's episodes."""
         self.turns = 0
+        attacked = math.ceil(self.config.adversary_share * agent.env.num_envs)
+        self.attacked = (torch.arange(agent.env.num_envs, device=agent.device) < attacked)[:, None]
+        """Environments whose observations are perturbed when the agent acts, [N, 1]."""
 
     def observe(self, obs: Tensor, episode_start: Tensor, memory: MemoryState) -> Tensor:
         """What the agent sees in the place of these observations, [N, O]; `memory` is the agent's."""
@@ -89,7 +93,8 @@ class Alternation:
             action = head.to_env(head.mode(dist_params))
         perturbation = self._today()
         rest = self.agent.policy.initial_state(len(obs))[1:]
-        return perturbation(obs, ((memory, *rest),), episode_start, action)
+        moved = perturbation(obs, ((memory, *rest),), episode_start, action)
+        return torch.where(self.attacked, moved, obs)
 
     def due(self) -> bool:
         """Whether the adversary's turn comes before the agent's next rollout."""

@@ -56,6 +56,9 @@ class RobustConfig(FeedConfig):
     adversary: AdversaryMode = "none"
     """alternate: learn on observations that a learned adversary perturbs, which is trained in turns with the agent, for
     ppo; none: true observations."""
+    adversary_share: float = 1.0
+    """Share of the environments whose observations the adversary perturbs, above 0 to 1; the others show the truth, so
+    that the agent learns from both."""
     adversary_every: int = 10
     """Rollouts of the agent between two turns of the adversary."""
     adversary_rollouts: int = 5
@@ -78,6 +81,7 @@ class RobustConfig(FeedConfig):
         check_range("robust.critic_coef", self.critic_coef, low=0)
         check_choice("robust.adversary", self.adversary, get_args(AdversaryMode))
         check_choice("robust.adversary_acts", self.adversary_acts, get_args(AdversaryActs))
+        check_range("robust.adversary_share", self.adversary_share, low=0, low_open=True, high=1)
         check_count("robust.adversary_every", self.adversary_every)
         check_count("robust.adversary_rollouts", self.adversary_rollouts)
         if self.critic_coef > 0 and self.coef == 0:
