@@ -2,7 +2,7 @@
 
     python benchmarks/robustness.py                            all cases, one after the other; resumes from its folder
     python benchmarks/robustness.py --jobs 9 --seconds 320     side by side, one thread each, for so long
-    python benchmarks/robustness.py --only market              cases whose name contains this
+    python benchmarks/robustness.py --only market Reacher      cases whose name contains one of these, in this order
     python benchmarks/robustness.py --table                    the tables of what is there, without running anything
     python benchmarks/robustness.py --cost                     cost of the inner attack, as a multiple of a plain update
 
@@ -187,8 +187,15 @@ TASKS: dict[str, Task] = {
         PENDULUM,
         steps=120_000,
         num_envs=10,
-        epsilon=0.1,
-        robust=RobustConfig(epsilon=0.1, adversary="alternate", adversary_share=0.5),
+        epsilon=0.12,
+        robust=RobustConfig(
+            coef=0.01,
+            epsilon=0.12,
+            adversary="alternate",
+            adversary_share=0.5,
+            adversary_every=5,
+            adversary_rollouts=5,
+        ),
         floor=-1_200.0,
         units=(0.75, 0.64, 3.4),
     ),
@@ -334,7 +341,7 @@ def cost(rounds: int = 7) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these, in this order")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, one thread each")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--out", type=Path, default=Path("robustness"), help="folder of cases.jsonl")
@@ -352,7 +359,8 @@ def main() -> None:
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         return {run["case"]: run for run in map(json.loads, lines)}
 
-    todo = [case for case in cases() if arguments.only in case and case not in done()]
+    wanted = dict.fromkeys(case for part in arguments.only for case in cases() if part in case)
+    todo = [case for case in wanted if case not in done()]
     if todo and not arguments.table:
         run(todo, arguments.jobs, arguments.seconds, file)
     tables(done())
