@@ -116,15 +116,21 @@ def test_a_row_of_bfloat16_gates_keeps_its_cell_in_float32() -> None:
 
 
 def test_rows_of_several_members_are_rows_of_each() -> None:
-    """Under `vmap` every member has its own weights."""
+    """With a leading dimension every member has its own weights, forward and backward."""
     draw = torch.Generator().manual_seed(0)
     shapes = (3, 2, 16), (3, 16, 4), (3, 2, 4), (3, 2, 4)
     gates, weight, h, c = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-    together = torch.func.vmap(cell_step)(gates, weight, h, c)
+    inputs = [part.requires_grad_() for part in (gates, weight, h, c)]
+    together = cell_step(*inputs)
+    slopes = torch.autograd.grad(sum(part.square().sum() for part in together), inputs)
     for member in range(3):
-        alone = cell_step(gates[member], weight[member], h[member], c[member])
+        own = [part[member].detach().requires_grad_() for part in inputs]
+        alone = cell_step(*own)
         for found, expected in zip(together, alone, strict=True):
             torch.testing.assert_close(found[member], expected, rtol=0, atol=1e-14)
+        own_slopes = torch.autograd.grad(sum(part.square().sum() for part in alone), own)
+        for found, expected in zip(slopes, own_slopes, strict=True):
+            torch.testing.assert_close(found[member], expected, rtol=0, atol=1e-13)
 
 
 def test_nothing_passes_a_start_in_either_direction() -> None:

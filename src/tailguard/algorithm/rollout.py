@@ -114,7 +114,8 @@ class Rollout:
 
 
 Acted = tuple[Tensor, Tensor, Tensor]
-"""Scaled observation, parameters of the action distribution and raw action, [N, ...] each."""
+"""Scaled observation, parameters of the action distribution (of a deterministic policy the output of the action head's
+layer) and raw action, [N, ...] each."""
 
 
 def act(
@@ -136,10 +137,13 @@ def act(
     action.
     """
     scaled = scale.finite(obs)
-    dist_params, memory = policy.act(scaled, memory, start, mask, deterministic=deterministic)
+    output, memory = policy.act_output(scaled, memory, start, mask)
     head = policy.action_head
-    action = head.mode(dist_params) + noise if deterministic else head.sample_from_noise(dist_params, noise)
-    return (scaled, dist_params, action), memory
+    if deterministic:
+        # The spread is not used here: `collect` makes the parameters of all rows at once.
+        return (scaled, output, head.mode_of(output) + noise), memory
+    dist_params = head.dist_params_of(output)
+    return (scaled, dist_params, head.sample_from_noise(dist_params, noise)), memory
 
 
 def act_and_step(
@@ -201,7 +205,7 @@ def collect(
     `observation_noise`: standard deviation of noise on what the policy sees, in those of the observations. Statistics
         and successors are without it.
     `mask`: factors on the outputs of the policy's encoder, [N, E]; none: no dropout.
-    `deterministic`: see `act`. No gradient then goes to the distribution's parameters that the mode does not depend on.
+    `deterministic`: see `act`. The rollout's parameters of the distribution then carry no gradient.
     """
     head = policy.action_head
     functional = env if isinstance(env, FunctionalEnv) else None
@@ -251,6 +255,8 @@ def collect(
     rewards = torch.where(valid, reward, 0.0)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not deterministic):
         stacked = {name: torch.stack(column) for name, column in rows.items()}
+        if deterministic:
+            stacked["dist_params"] = head.dist_params_of(stacked["dist_params"])
     outcome = {}
     for name in outcomes[0]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and name in MEASURED):

@@ -119,11 +119,12 @@ def step(
     closed = Account(net + rates.one, values)
 
     # If this bound holds for all, no account is liquidated; where it fails, the exact check decides.
-    floor = margin_floor(filled, turnover, bar.reach, rates)
-    # An income does not raise the bound: until the close it is not there.
-    for cost in market.costs["close"]:
-        if not cost.in_reach:
-            floor = floor - close_costs[cost.kind].clamp(min=0)
+    with torch.no_grad():
+        floor = margin_floor(filled, turnover, bar.reach, rates)
+        # An income does not raise the bound: until the close it is not there.
+        for cost in market.costs["close"]:
+            if not cost.in_reach:
+                floor = floor - close_costs[cost.kind].clamp(min=0)
     nothing = torch.zeros_like(net)
     booked = Transition(
         net=net,

@@ -93,17 +93,21 @@ class ActionHead(nn.Module, ABC):
 
     linear: nn.Linear
 
-    def forward(self, features: Tensor, *, deterministic: bool = False) -> Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """Features [..., F] -> dist_params [..., P]."""
-        return self.dist_params_of(full_precision([self.linear], features)[0], deterministic=deterministic)
+        return self.dist_params_of(self.output_of(features))
+
+    def output_of(self, features: Tensor) -> Tensor:
+        """Features [..., F] -> the linear layer's output."""
+        return full_precision([self.linear], features)[0]
 
     @abstractmethod
-    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
-        """The linear layer's output -> dist_params [..., P].
+    def dist_params_of(self, output: Tensor) -> Tensor:
+        """The linear layer's output -> dist_params [..., P]."""
 
-        `deterministic`: only the mode will be used, so parameters of the spread that the features do not enter need no
-        gradient.
-        """
+    @abstractmethod
+    def mode_of(self, output: Tensor) -> Tensor:
+        """The linear layer's output -> the raw action a deterministic policy takes, [..., raw_size]."""
 
     @abstractmethod
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
@@ -192,15 +196,16 @@ class GaussianHead(ActionHead):
         self.register_buffer("_half_width", 0.5 * (self.high - self.low), persistent=False)
         self.register_buffer("exploration", torch.zeros(()), persistent=False)
 
-    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
+    def dist_params_of(self, output: Tensor) -> Tensor:
         if self.free_log_std is None:
             mean, free = output.chunk(2, dim=-1)
-        elif deterministic:
-            mean, free = output, self.free_log_std.detach()
         else:
             mean, free = output, self.free_log_std.expand_as(output)
         log_std = bounded_log_std(free, self.log_std_init, *self.log_std_bounds) + self.exploration
         return torch.cat((mean, log_std.expand_as(mean)), dim=-1)
+
+    def mode_of(self, output: Tensor) -> Tensor:
+        return output if self.free_log_std is not None else output.chunk(2, dim=-1)[0]
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight
@@ -294,8 +299,11 @@ class CategoricalHead(ActionHead):
         self.dist_params_size = sum(space.sizes)
         self.linear = _near_zero_linear(feature_size, self.dist_params_size)
 
-    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:  # noqa: ARG002
+    def dist_params_of(self, output: Tensor) -> Tensor:
         return output
+
+    def mode_of(self, output: Tensor) -> Tensor:
+        return self.mode(output)
 
     def draw(self, shape: Sequence[int], generator: torch.Generator | None = None) -> Tensor:
         weight = self.linear.weight

@@ -8,7 +8,7 @@ rows whose observation is the first of an episode: there the state is cleared be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -145,11 +145,11 @@ class LSTMMemory(Memory):
     def _by_cells(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """One row with gradient; the state is cleared where an episode starts."""
         hidden, cells = [], []
-        for (w_ih, w_hh, b_ih, b_hh), h, c in zip(self._weights(), *state, strict=True):
+        for (w_ih, w_hh, b_ih, b_hh), h, c in zip(self._weights(), *map(_layers_of, state), strict=True):
             x, c = cell_step(F.linear(x, w_ih, b_ih + b_hh), w_hh, h, c)
             hidden.append(x)
             cells.append(c)
-        return x, (torch.stack(hidden).to(state[0].dtype), torch.stack(cells))
+        return x, (_of_layers(hidden).to(state[0].dtype), _of_layers(cells))
 
     def sequence(
         self, x: Tensor, state: MemoryState, episode_start: Tensor, inner_resets: bool | None = None
@@ -216,6 +216,17 @@ class LSTMMemory(Memory):
 
 def _can_fuse(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+
+
+def _layers_of(state: Tensor) -> Sequence[Tensor]:
+    """[L, N, H] as L of [N, H]."""
+    # One layer is the usual case, and a view's slope is a view.
+    return (state.squeeze(0),) if state.shape[0] == 1 else state.unbind()
+
+
+def _of_layers(layers: list[Tensor]) -> Tensor:
+    """L of [N, H] as [L, N, H]."""
+    return layers[0].unsqueeze(0) if len(layers) == 1 else torch.stack(layers)
 
 
 def _clear(state: MemoryState, episode_start: Tensor) -> MemoryState:

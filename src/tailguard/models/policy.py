@@ -233,21 +233,21 @@ class ActorCritic(nn.Module):
         return tuple(self._trunk(index).memory.initial_state(n) for index in range(len(self.trunks)))
 
     def act(
-        self,
-        obs: Tensor,
-        state: MemoryState,
-        episode_start: Tensor,
-        mask: Tensor | None = None,
-        *,
-        deterministic: bool = False,
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, MemoryState]:
         """One row for the actor alone: parameters of the action distribution [N, P] and its trunk's next state.
 
-        `mask`: see `Trunk.step`. `deterministic`: a global standard deviation gets no gradient; see
-        `ActionHead.dist_params_of`.
+        `mask`: see `Trunk.step`.
         """
+        output, state = self.act_output(obs, state, episode_start, mask)
+        return self.action_head.dist_params_of(output), state
+
+    def act_output(
+        self, obs: Tensor, state: MemoryState, episode_start: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, MemoryState]:
+        """As `act`, with the output of the action head's layer, of which its methods make mode and parameters."""
         features, state = self._trunk(0).step(obs, state, episode_start, mask)
-        return self.action_head(features, deterministic=deterministic), state
+        return self.action_head.output_of(features), state
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
         """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""
