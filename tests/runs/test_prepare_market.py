@@ -20,7 +20,7 @@ from tailguard.data.splits import Split
 from tailguard.envs.prepared_market import RowRanges, open_market
 from tailguard.errors import BarsError, BarsWarning, ConfigError, RunError
 from tailguard.evaluate.trials import bars_hash
-from tailguard.experiment.build import load_bars_in_memory, split_market
+from tailguard.experiment.build import load_bars_in_memory, prepare_training, split_market
 from tailguard.runs.checkpoint import CheckpointStore, data_hashes
 from tailguard.runs.prepare_market import prepare_market
 from tailguard.runs.runner import resume_run, train
@@ -82,6 +82,23 @@ def test_every_number_is_that_of_the_market_in_memory(files: Path, tmp_path: Pat
         assert np.array_equal(mine.panel(accounts).segment, theirs.panel(accounts).segment)
         assert mine.start == theirs.start
     market.verify()
+
+
+def test_features_in_bfloat16_are_those_of_memory_and_no_others_are_traded(files: Path, tmp_path: Path) -> None:
+    config = settings(f"data.path={files / 'one.parquet'}", "data.feature_precision=bfloat16")
+    market = prepare_market(config, tmp_path / "market", rows=2_000)
+    split = split_market(config, load_bars_in_memory(config))
+    assert isinstance(split, Split)
+    options = {"num_envs": 4, "episode_length": 100}
+    memory = tg.TradingEnv(prepare_training(config, split.train), **options)
+    mapped = tg.TradingEnv(market, **options)
+    assert mapped.task.features.dtype == torch.bfloat16
+    assert torch.equal(mapped.task.features.view(torch.int16), memory.task.features.view(torch.int16))
+    assert (tmp_path / "market" / "train" / "features").stat().st_size == 2 * mapped.task.features.numel()
+    assert data_hashes(mapped) == data_hashes(memory)
+    assert torch.equal(mapped.reset(0), memory.reset(0))
+    with pytest.raises(ConfigError, match=r"data.feature_precision: 'float32' is requested.* prepared with 'bfloat16'"):
+        split_market(settings(f"data.path={tmp_path / 'market'}"), market)
 
 
 def test_a_run_goes_on_from_disk_exactly_as_it_began_in_memory(

@@ -20,7 +20,7 @@ from tailguard.algorithm.rollout import RolloutState, act_and_step, collect
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.targets import ReturnTargets
 from tailguard.algorithm.training_loop import run_iterations
-from tailguard.envs.protocol import FunctionalEnv
+from tailguard.envs.protocol import BlockwiseEnv, FunctionalEnv
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
 from tailguard.robust import RobustConfig, Smoothness, attackable
@@ -164,6 +164,8 @@ class Learner(Agent):
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
+            if isinstance(self.env, BlockwiseEnv):
+                self.env.exchange(self.config.n_steps)
             self.set_hyper()
             if self.smoothness is not None:
                 self.smoothness.set_progress(self.state.progress)

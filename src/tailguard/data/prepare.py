@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
+from tailguard.data.precision import FeaturePrecision, stored
 from tailguard.data.scaling import Scaler
 from tailguard.errors import BarsError, ConfigError
 from tailguard.memory_limits import format_bytes, free_memory
@@ -23,8 +24,8 @@ class PreparedBars:
     """Bars with scaled features: all an environment needs, in plain arrays."""
 
     panel: Panel
-    features: NDArray[np.float32]
-    """Scaled features known at each bar's close, [R, F]."""
+    features: NDArray[np.float32] | NDArray[np.uint16]
+    """Scaled features known at each bar's close, [R, F]; 16 bits are those of a bfloat16, as `in_precision` rounds."""
     names: tuple[str, ...]
     usable: NDArray[np.bool_]
     """Rows on which every feature is defined, [R]."""
@@ -87,6 +88,13 @@ def prepare(
     return PreparedBars(panel, features_, names, table.valid, scaler, available=available)
 
 
+def in_precision(prepared: PreparedBars, precision: FeaturePrecision) -> PreparedBars:
+    """The bars with features in this precision; see `tailguard.data.precision.stored`."""
+    if precision == "float32":
+        return prepared
+    return replace(prepared, features=stored(prepared.features.astype(np.float32, copy=False), precision))
+
+
 def with_rescaled_copies(
     prepared: PreparedBars, bars: Bars, factors: Sequence[float], accounts: Accounts = "portfolio"
 ) -> PreparedBars:
@@ -97,7 +105,8 @@ def with_rescaled_copies(
     """
     from tailguard.data.rescaled import rescale_returns
 
-    panel, features, usable = prepared.panel, [prepared.features], [prepared.usable]
+    panel, usable = prepared.panel, [prepared.usable]
+    features: list[NDArray[Any]] = [prepared.features]
     available = [prepared.available]
     for factor in factors:
         copy = prepare(rescale_returns(bars, factor), scaler=prepared.scaler, accounts=accounts)

@@ -21,6 +21,7 @@ from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market import Market, MarketState, Transition
 from tailguard.market.state import where as market_where
+from tailguard.market.tables import as_tensor
 
 Reward = Literal["log", "simple", "pnl"]
 REWARDS: tuple[Reward, ...] = ("log", "simple", "pnl")
@@ -77,7 +78,7 @@ class TradingTask:
 
     market: Market
     features: Tensor
-    """Scaled features known at each bar's close, [R, F] float32."""
+    """Scaled features known at each bar's close, [R, F] float32, or bfloat16 where they were rounded to it."""
     feature_names: tuple[str, ...]
     episode_length: int
     reward: Reward = "log"
@@ -114,7 +115,7 @@ class TradingTask:
     def observe(self, state: EpisodeState, account: Sequence[Tensor] | None = None) -> Tensor:
         """The agent's observation at the close of the current bar, [N, O] float32; `account`: its fields, if known."""
         fields = torch.stack(tuple(self.account(state) if account is None else account), dim=1)
-        known = self.features.index_select(0, state.market.row)
+        known = self.features.index_select(0, state.market.row).float()
         return torch.cat((known, state.market.weights.to(known.dtype), fields.to(known.dtype)), dim=1)
 
     def to_weights(self, action: Tensor) -> Tensor:
@@ -184,6 +185,13 @@ class TradingTask:
         else:
             reward = transition.net * (state.market.equity / state.start_equity)
         return reward.float()
+
+
+def feature_tensor(features: NDArray[np.float32] | NDArray[np.uint16]) -> Tensor:
+    """Features as a tensor on the same memory, also of a read-only map; 16 bits are a bfloat16."""
+    if features.dtype == np.uint16:
+        return as_tensor(features.view(np.int16)).view(torch.bfloat16)
+    return as_tensor(features)
 
 
 def holdable_assets(panel: Panel, available: NDArray[np.bool_] | None = None) -> Tensor | None:

@@ -111,6 +111,11 @@ class RowRanges:
         )
         return moved
 
+    def ranges(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """begin and count, [K] each."""
+        count = torch.diff(self._stop, prepend=self._stop.new_zeros(1))
+        return (self._offset + self._stop - count).cpu().numpy(), count.cpu().numpy()
+
     def index_select(self, dim: int, index: Tensor) -> Tensor:  # noqa: ARG002 (a tensor's signature; there is one dim)
         """The rows at these positions, [N]."""
         return self._offset[torch.searchsorted(self._stop, index, right=True)] + index
@@ -341,7 +346,7 @@ def _check_shapes(folder: Path, mapped: MappedBars) -> None:
         if shape != wanted:
             raise BarsError(f"{folder / TRAIN / name}: shape {shape}; expected {wanted}")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
-    if types != ["<f4", "<f4", "<i4", "<i8"]:
+    if types not in (["<f4", "<f4", "<i4", "<i8"], ["<u2", "<f4", "<i4", "<i8"]):
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")
     inside = mapped.stretches.size == 0 or (mapped.stretches.min() >= 0 and mapped.stretches.max() < rows)
     if not inside:

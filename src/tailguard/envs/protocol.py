@@ -85,6 +85,15 @@ class FunctionalEnv(Protocol):
 
 
 @runtime_checkable
+class BlockwiseEnv(Protocol):
+    """An environment that brings further data to its device between rollouts."""
+
+    def exchange(self, steps: int) -> None:
+        """Called before `steps` steps, outside of recorded graphs; tensors that a step reads keep their addresses."""
+        ...
+
+
+@runtime_checkable
 class VectorEnv(Protocol):
     """N environments on one device that reset in the same step in which their episode ends.
 

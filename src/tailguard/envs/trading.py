@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.data.prepare import PreparedBars, prepare
+from tailguard.data.precision import FeaturePrecision
+from tailguard.data.prepare import PreparedBars, in_precision, prepare
 from tailguard.data.scaling import Scaler
 from tailguard.device_ops import may_hold_any
 from tailguard.envs.asset_layout import AssetLayout
+from tailguard.envs.blocks import BlockCache, Layout
 from tailguard.envs.episodes import (
     REWARDS,
     EpisodeState,
     Reward,
     TradingTask,
     episode_starts,
+    feature_tensor,
     holdable_assets,
     rows_before_session_ends,
     where,
@@ -32,7 +36,7 @@ from tailguard.envs.shield import Shield
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
-from tailguard.market.tables import as_tensor
+from tailguard.market.tables import market_of_table
 from tailguard.validate import check_choice, check_count
 
 if TYPE_CHECKING:
@@ -55,6 +59,7 @@ class TradingEnv:
     `episode_length`: bars in an episode. Choose a multiple of the learner's `n_steps`, so no episode ends inside a
         segment.
     `features`: names of the features to use, all built-in ones by default.
+    `feature_precision`: float32, or bfloat16, which takes half the memory and rounds each feature by at most 0.39 %.
     `scaler`: feature scaling fitted on training bars; without one it is fitted on these bars.
     `shared_scaling`: scale each feature alike for all symbols, as encoders need that share weights over assets.
     `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in its own accounts.
@@ -65,6 +70,8 @@ class TradingEnv:
     `randomisation`: random variation of the episodes, for training; None: none. Its copies of the bars are made by
         `tailguard.data.prepare.with_rescaled_copies`, before.
     `flat_by_close`: sell everything at the open of each session's last bar, so that nothing is carried over a closure.
+    `resident_bars`: bars that are on the device at a time, where not all fit, in `resident_blocks` blocks that are
+        exchanged at the ends of episodes; 0: all of them.
     `stagger`: after a reset, let the first episodes end at different multiples of this many bars, so that the
         environments do not restart all at once.
     """
@@ -81,6 +88,7 @@ class TradingEnv:
         *,
         episode_length: int = 256,
         features: Sequence[str] | None = None,
+        feature_precision: FeaturePrecision | None = None,
         scaler: Scaler | None = None,
         shared_scaling: bool = False,
         accounts: Accounts = "portfolio",
@@ -89,6 +97,8 @@ class TradingEnv:
         volatility_half_life: int = 0,
         randomisation: Randomisation | None = None,
         flat_by_close: bool = False,
+        resident_bars: int = 0,
+        resident_blocks: int = 8,
         stagger: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -97,17 +107,19 @@ class TradingEnv:
         check_count("episode_length", episode_length)
         check_choice("reward", reward, REWARDS)
         check_choice("accounts", accounts, ("portfolio", "per_symbol"))
+        check_choice("feature_precision", feature_precision or "float32", get_args(FeaturePrecision))
         check_count("volatility_half_life", volatility_half_life, low=0)
         if stagger is not None:
             check_count("stagger", stagger)
-        prepared = self._prepared(bars, features, scaler, accounts, shared_scaling)
+        prepared = self._prepared(bars, features, scaler, accounts, shared_scaling, feature_precision)
         self.prepared = prepared
         self.device = torch.device(device)
         self.num_envs = num_envs
+        host = self.device if resident_bars == 0 else torch.device("cpu")
         if isinstance(prepared, MappedBars):
-            market = prepared.market(config, self.device, dtype)
+            market = prepared.market(config, host, dtype)
         else:
-            market = build_market(prepared.panel, config, device=self.device, dtype=dtype)
+            market = build_market(prepared.panel, config, device=host, dtype=dtype)
         own_bars = prepared.panel.rows_between(0, prepared.own_rows)
         self.volatility: VolatilityScaling | None = None
         if volatility_half_life:
@@ -115,18 +127,23 @@ class TradingEnv:
             self.volatility = VolatilityScaling.fit(own_bars, volatility_half_life, one_for_all=one_for_all)
         self.randomisation = randomisation if randomisation is not None and randomisation.varies_episodes else None
         holdable = holdable_assets(prepared.panel, prepared.available)
-        self.task = TradingTask(
+        self.whole_task = TradingTask(
             market=market,
-            features=as_tensor(prepared.features).to(self.device),
+            features=feature_tensor(prepared.features).to(host),
             feature_names=prepared.names,
             episode_length=episode_length,
             reward=reward,
             shield=shield,
-            volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, self.device),
-            holdable=None if holdable is None else holdable.to(self.device),
-            flat_rows=rows_before_session_ends(prepared.panel).to(self.device) if flat_by_close else None,
+            volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, host),
+            holdable=None if holdable is None else holdable.to(host),
+            flat_rows=rows_before_session_ends(prepared.panel).to(host) if flat_by_close else None,
         )
-        self.starts = self._find_starts(prepared, episode_length).to(self.device)
+        """The task on all bars."""
+        self.starts = self._find_starts(prepared, episode_length).to(host)
+        self.task, self.blocks = self.whole_task, None
+        if resident_bars:
+            self.blocks = self._blocks(resident_bars, resident_blocks, seed)
+            self.task = self._task_of_blocks(self.blocks)
         self.stagger = stagger
         self.accounts = accounts
         self.generator = torch.Generator(self.device).manual_seed(seed)
@@ -158,6 +175,7 @@ class TradingEnv:
         scaler: Scaler | None,
         accounts: Accounts,
         shared_scaling: bool,
+        precision: FeaturePrecision | None,
     ) -> PreparedBars:
         if isinstance(bars, str | Path):
             bars = open_market(bars)
@@ -168,7 +186,12 @@ class TradingEnv:
             if features is not None or (scaler is not None and scaler.digest() != bars.scaler.digest()):
                 raise ConfigError(f"features, scaler: {bars.folder} was prepared with its own; leave them out")
         if not isinstance(bars, PreparedBars):
-            bars = prepare(bars, features, scaler, accounts, shared_scaling=shared_scaling)
+            bars = in_precision(
+                prepare(bars, features, scaler, accounts, shared_scaling=shared_scaling), precision or "float32"
+            )
+        held: FeaturePrecision = "bfloat16" if bars.features.dtype == np.uint16 else "float32"
+        if precision not in (None, held):
+            raise ConfigError(f"feature_precision: {precision!r} is requested; these bars were prepared in {held!r}")
         if shared_scaling and bars.scaler.market_wide is None:
             raise ConfigError(
                 "shared_scaling: these bars, or the scaler, were prepared with a scaling of each symbol's own; prepare "
@@ -199,10 +222,45 @@ class TradingEnv:
             )
         return starts
 
+    def _blocks(self, resident_bars: int, resident_blocks: int, seed: int) -> BlockCache:
+        """Every array of the task that has rows, in blocks."""
+        task, starts = self.whole_task, self.starts
+        if isinstance(starts, MixedStarts):
+            raise ConfigError("resident_bars: randomised feeds keep all bars resident; set it to 0")
+        rows = {
+            "features": task.features,
+            "volatility_factors": task.volatility_factors,
+            "holdable": task.holdable,
+            "flat_rows": task.flat_rows,
+        }
+        arrays = {name: (values, 0) for name, values in rows.items() if values is not None}
+        layout = Layout.of(len(task.features), task.episode_length, resident_bars, resident_blocks)
+        arrays["table"] = (task.market.table, 1)
+        return BlockCache(arrays, layout, starts, accounts=self.num_envs, device=self.device, seed=seed)
+
+    def _task_of_blocks(self, blocks: BlockCache) -> TradingTask:
+        """The task on the buffers of the blocks, whose rows have neither times nor segments."""
+        buffers, no_rows = blocks.buffers, self.prepared.panel.rows_between(0, 0)
+        return replace(
+            self.whole_task,
+            market=market_of_table(no_rows, buffers["table"], self.whole_task.market.config),
+            features=buffers["features"],
+            volatility_factors=buffers.get("volatility_factors"),
+            holdable=buffers.get("holdable"),
+            flat_rows=buffers.get("flat_rows"),
+        )
+
+    def exchange(self, steps: int) -> None:
+        """Exchange a block that no account needs any more; called before `steps` steps, outside of recorded graphs."""
+        if self.blocks is not None and self.state is not None:
+            self.blocks.exchange(steps, self.state.market.row)
+
     def reset(self, seed: int | None = None) -> Tensor:
         """Start N flat accounts at random rows and return their first observations, [N, O]."""
         if seed is not None:
             self.generator.manual_seed(seed)
+            if self.blocks is not None:
+                self.blocks.rewind()
         state = self._fresh_episodes(self.draw())
         if self.stagger is not None:
             phases = max(1, self.task.episode_length // self.stagger)
@@ -215,6 +273,7 @@ class TradingEnv:
         """Trade one bar in every account."""
         if self.state is None:
             raise ConfigError("TradingEnv.step: call reset() first")
+        self.exchange(1)
         self.state, step = self.transition(self.state, action, self.draw())
         return step
 
@@ -255,7 +314,9 @@ class TradingEnv:
     def restrict_starts(self, rows: Tensor) -> None:
         """Let episodes start only at these rows [S]; with randomised feeds, rows of the clean bars."""
         starts = self.starts
-        self.starts = starts.only(rows) if isinstance(starts, MixedStarts) else rows.to(self.device)
+        self.starts = starts.only(rows) if isinstance(starts, MixedStarts) else rows.to(self.whole_task.features.device)
+        if self.blocks is not None:
+            self.blocks.restrict(rows)
 
     def draw(self) -> Tensor:
         """The random numbers of a step, at every step, so the random stream does not depend on past events.
@@ -268,6 +329,8 @@ class TradingEnv:
         return draw_variation(self.randomisation, rows, self._random_starts(), self.generator)
 
     def _random_starts(self) -> Tensor:
+        if self.blocks is not None:
+            return self.blocks.draw(self.num_envs, self.generator)
         draw = torch.randint(self.starts.shape[0], (self.num_envs,), generator=self.generator, device=self.device)
         return self.starts.index_select(0, draw)
 
@@ -285,8 +348,12 @@ class TradingEnv:
             raise ConfigError("TradingEnv.state_dict: call reset() first")
         state = self.state
         varied = {} if state.cost_factor is None else {"cost_factor": state.cost_factor}
+        row = state.market.row
+        if self.blocks is not None:
+            row, varied["slot"] = self.blocks.rows_of(row)
+            varied["blocks"] = self.blocks.state_dict()
         return varied | {
-            "row": state.market.row,
+            "row": row,
             "equity": state.market.equity,
             "weights": state.market.weights,
             "start_equity": state.start_equity,
@@ -299,10 +366,14 @@ class TradingEnv:
         """Restore a saved state of an environment of the same size on the same bars."""
         if state["row"].shape[0] != self.num_envs:
             raise ConfigError(f"state: saved for {state['row'].shape[0]} environments, but there are {self.num_envs}")
-        rows = self.task.features.shape[0]
+        rows = self.whole_task.features.shape[0]
         if state["row"].numel() and not (int(state["row"].min()) >= 0 and int(state["row"].max()) < rows):
             raise ConfigError(f"state: rows {int(state['row'].min())} to {int(state['row'].max())} of {rows:,} bars")
         put = {name: value.to(self.device) for name, value in state.items() if name != "generator"}
+        if self.blocks is not None:
+            if "blocks" in state:
+                self.blocks.load_state_dict(state["blocks"])
+            put["row"] = self.blocks.rows_in_buffers(put["row"], put.get("slot"))
         market = MarketState(put["row"], put["equity"], put["weights"])
         if ("cost_factor" in put) != (self.randomisation is not None):
             raise ConfigError("state: saved with another env.randomisation")
@@ -310,7 +381,9 @@ class TradingEnv:
         self.generator.set_state(state["generator"].cpu())
 
     def close(self) -> None:
-        """Nothing to release: the market is plain tensors."""
+        """End the thread that reads blocks ahead, where there is one."""
+        if self.blocks is not None:
+            self.blocks.close()
 
 
 def _jumped(state: EpisodeState, rows: Tensor) -> EpisodeState:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import LEARNERS
 from tailguard.config import DataConfig, RunConfig, to_dict
-from tailguard.data.prepare import PreparedBars, prepare, with_rescaled_copies
+from tailguard.data.prepare import PreparedBars, in_precision, prepare, with_rescaled_copies
 from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 BOUND = (
     *("data.symbols", "data.calendar", "data.universe", "data.gaps", "data.volume_unit", "data.adjust", "data.events"),
-    *("data.validation", "data.test", "data.embargo", "data.features", "env.accounts"),
+    *("data.validation", "data.test", "data.embargo", "data.features", "data.feature_precision", "env.accounts"),
 )
 """Settings that are fixed in a prepared market, besides those of the market's table, which the environment compares."""
 
@@ -121,8 +121,10 @@ def load_bars_in_memory(config: RunConfig) -> Bars:
 def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | PreparedMarket:
     """Training, validation and test bars by the settings; a prepared market is already split."""
     if isinstance(bars, PreparedMarket):
+        usual = bound_settings(RunConfig())
         for name, value in bound_settings(config).items():
-            check_same_setting(bars.folder, name, bars.settings.get(name), value)
+            # A setting that did not exist when the market was prepared had the effect of today's default.
+            check_same_setting(bars.folder, name, bars.settings.get(name, usual[name]), value)
         return bars
     sizes = (config.data.validation, config.data.test)
     validation, test = (_size(size) for size in sizes)
@@ -155,8 +157,10 @@ def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars
     shared_scaling = config.chosen.network.encoder != "flat"
     prepared = prepare(bars, config.data.features or None, accounts=accounts, shared_scaling=shared_scaling)
     if config.robust.feed:
-        return randomised_feeds(config, bars, prepared)
-    return with_rescaled_copies(prepared, bars, factors, accounts) if factors else prepared
+        prepared = randomised_feeds(config, bars, prepared)
+    elif factors:
+        prepared = with_rescaled_copies(prepared, bars, factors, accounts)
+    return in_precision(prepared, config.data.feature_precision)
 
 
 def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> TradingEnv:
@@ -175,6 +179,8 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
         randomisation=config.env.randomisation,
         flat_by_close=config.env.flat_by_close,
+        resident_bars=config.data.resident_bars,
+        resident_blocks=config.data.resident_blocks,
         stagger=None if n_steps == length else n_steps,  # whole episodes begin together
         seed=seed,
     )

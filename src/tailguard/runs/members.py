@@ -50,7 +50,7 @@ class Member:
         starts = spaced_starts(self.fold.inside, stride)
         if isinstance(env.prepared, RandomisedBars):
             starts = starts + feed * env.prepared.rows
-        return HeldOutEpisodes(env.task, starts, stride)
+        return HeldOutEpisodes(env.whole_task, starts, stride)
 
 
 class Members:

@@ -20,6 +20,7 @@ from tailguard.data.disk.feature_stream import Part, Window, count_rows, stream_
 from tailguard.data.disk.import_bars import ROWS, import_bars
 from tailguard.data.disk.order_statistics import streamed_statistics
 from tailguard.data.features import longest_warmup
+from tailguard.data.precision import stored
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import QUARTILES, Scaler, too_few_rows
 from tailguard.data.splits import describe_periods, split_times
@@ -218,9 +219,10 @@ def _write_training(
     usable, tradeable = (map_array(folder / name, files[name]) for name in ("usable", "tradeable"))
     say("scaling features")
     scaler = _fit(window, raw_values, usable, tradeable, rows)
-    scaled = ArrayWriter(folder / "features", "<f4", (len(scaler.names),))
+    precision = config.data.feature_precision
+    scaled = ArrayWriter(folder / "features", "<f4" if precision == "float32" else "<u2", (len(scaler.names),))
     for start in range(0, total, rows):
-        scaled.append(scaler.transform(np.array(raw_values[start : start + rows])))
+        scaled.append(stored(scaler.transform(np.array(raw_values[start : start + rows])), precision))
     files["features"] = scaled.close()
     ranges = ArrayWriter(folder / "stretches", "<i8", (2,))
     ranges.append(stretches.ranges())

@@ -23,7 +23,8 @@ MANIFEST = "market.json"
 """Describes the arrays of a prepared market; its presence marks a folder as one."""
 BLOCK = 2**24
 """Bytes read at a time when a file is verified."""
-DTYPES = ("<f4", "<f8", "<i4", "<i8", "|b1")
+DTYPES = ("<f4", "<f8", "<i4", "<i8", "<u2", "|b1")
+"""`<u2` holds the bits of a bfloat16."""
 
 
 class ArrayWriter:
