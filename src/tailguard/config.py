@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
-from tailguard.data.precision import FeaturePrecision
+from tailguard.data.stored_features import FeaturePrecision
 from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield

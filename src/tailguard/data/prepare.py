@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
-from tailguard.data.precision import FeaturePrecision, stored
 from tailguard.data.scaling import Scaler
+from tailguard.data.stored_features import FeaturePrecision, stored
 from tailguard.errors import BarsError, ConfigError
 from tailguard.memory_limits import format_bytes, free_memory
 
@@ -89,7 +89,7 @@ def prepare(
 
 
 def in_precision(prepared: PreparedBars, precision: FeaturePrecision) -> PreparedBars:
-    """The bars with features in this precision; see `tailguard.data.precision.stored`."""
+    """The bars with features in this precision; see `tailguard.data.stored_features.stored`."""
     if precision == "float32":
         return prepared
     return replace(prepared, features=stored(prepared.features.astype(np.float32, copy=False), precision))

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.data.precision import FeaturePrecision
 from tailguard.data.prepare import PreparedBars, in_precision, prepare
 from tailguard.data.scaling import Scaler
+from tailguard.data.stored_features import FeaturePrecision
 from tailguard.device_ops import may_hold_any
 from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.blocks import BlockCache, Layout

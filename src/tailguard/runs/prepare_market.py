@@ -20,10 +20,10 @@ from tailguard.data.disk.feature_stream import Part, Window, count_rows, stream_
 from tailguard.data.disk.import_bars import ROWS, import_bars
 from tailguard.data.disk.order_statistics import streamed_statistics
 from tailguard.data.features import longest_warmup
-from tailguard.data.precision import stored
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import QUARTILES, Scaler, too_few_rows
 from tailguard.data.splits import describe_periods, split_times
+from tailguard.data.stored_features import stored
 from tailguard.data.windows import Windows, parse_size
 from tailguard.envs.prepared_market import (
     BARS,

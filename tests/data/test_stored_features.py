@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.data.precision import stored
 from tailguard.data.prepare import in_precision, prepare
+from tailguard.data.stored_features import stored
 from tailguard.envs.episodes import feature_tensor
 from tailguard.errors import ConfigError
 
