@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "deprecated", "device_ops", "errors", "memory_limits", "places", "plugins"),
+    ("_version", "console", "deprecated", "device_ops", "errors", "member_axis", "memory_limits", "places", "plugins"),
     ("sealed", "validate"),
     ("data",),
     ("market",),

@@ -7,6 +7,7 @@ looked at: reading a value, numbers from Python and tensors made without naming 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tailguard as tg
 from tailguard.algorithm.config import PathwiseConfig, PPOConfig
 from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.member_learners import MemberLearners
 from tailguard.algorithm.runtime import Runtime, tensors_of
 from tailguard.models.policy import NetworkConfig
 from tailguard.optim.config import UPGDConfig, VGSConfig
@@ -151,6 +153,23 @@ def test_a_recorded_iteration_needs_nothing_from_the_host(name: str, monkeypatch
     assert runtime.recording
     assert runtime.host.refused == []
     assert runtime.device_named.refused == []
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "attacked" not in name])
+def test_an_iteration_of_members_needs_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is recorded as a whole, with the draws of every member."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("tailguard.") and hasattr(module, "may_hold_any"):
+            monkeypatch.setattr(module, "may_hold_any", lambda flags: True)  # noqa: ARG005
+    learner, options = CASES[name]
+    members = MemberLearners([build(learner, **copy.deepcopy(options)) for _ in range(2)])
+    for _ in range(3):
+        members.iterate()
+    host, device_named = HostFree(), DeviceNamed()
+    with device_named, host:
+        members._all_members()
+    assert host.refused == []
+    assert device_named.refused == []
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -35,6 +36,19 @@ if TYPE_CHECKING:
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration made, before its metrics are read."""
+
+    rollout: Rollout
+    prepared: Prepared
+    wanted: bool
+    """No callback has ended the training in the middle of the rollout."""
+    usable: bool
+    """It was learned from."""
+    metrics: DeviceMetrics
 
 
 class Learner(Agent):
@@ -169,11 +183,11 @@ class Learner(Agent):
             self.set_hyper()
             if self.smoothness is not None:
                 self.smoothness.set_progress(self.state.progress)
-            return self._iterate(on_rollout)
+            return self._record(self._iterate(on_rollout))
 
     @abstractmethod
-    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
-        """One rollout and what is learned from it; see `iterate`."""
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> Iteration:
+        """One rollout and what is learned from it; see `iterate`. Nothing is read from the device for its metrics."""
 
     @abstractmethod
     def set_hyper(self) -> object:
@@ -231,15 +245,21 @@ class Learner(Agent):
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 
-    def _record(self, rollout: Rollout, prepared: Prepared, *, wanted: bool, usable: bool) -> dict[str, float]:
-        """Finish the iteration, count it and read its metrics.
-
-        `wanted`: no callback has ended the training in the middle of the rollout. `usable`: it was learned from.
-        """
+    def _iteration(self, rollout: Rollout, prepared: Prepared, *, wanted: bool, usable: bool) -> Iteration:
+        """Finish an iteration on the device."""
         metrics = self.runtime.run(("finish", usable), lambda: self._finish(rollout, prepared, usable))
-        report = self.targets.settle(self.recorder.read(metrics, rollout, self.kind))
+        return Iteration(rollout, prepared, wanted, usable, metrics)
+
+    def _record(self, iteration: Iteration) -> dict[str, float]:
+        """Read an iteration's metrics and count it."""
+        read = self.recorder.read(iteration.metrics, iteration.rollout, self.kind)
+        self.snapshot = self.recorder.snapshot(iteration.rollout, iteration.prepared.estimates)
+        return self._settle(read, wanted=iteration.wanted, usable=iteration.usable)
+
+    def _settle(self, report: dict[str, float], *, wanted: bool, usable: bool) -> dict[str, float]:
+        """What the host does with an iteration's metrics."""
+        report = self.targets.settle(report)
         self._count(wanted, usable)
-        self.snapshot = self.recorder.snapshot(rollout, prepared.estimates)
         return self._report(report)
 
     @torch.no_grad()

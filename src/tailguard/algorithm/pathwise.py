@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tailguard.algorithm.config import PathwiseConfig
 from tailguard.algorithm.estimate import CriticView, Estimates, final_values
-from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.learner import Iteration, Learner
 from tailguard.algorithm.loss_terms import policy_penalty
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.runtime import detached
@@ -116,7 +116,7 @@ class PathwiseLearner(Learner):
         self.entropy_coef.fill_(Schedule.parse(config.entropy_coef)(progress))
         self.set_coefficients()
 
-    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> Iteration:
         self.updates.begin()
         window = self.runtime.run(("window", self.return_moments.started), self._learn_policy)
         # Acting and the policy's step are one pass through the window, so callbacks see it after both.
@@ -125,7 +125,7 @@ class PathwiseLearner(Learner):
         if batch is not None and wanted:
             batch = batch if self.policy.is_recurrent else batch.rows_as_sequences()
             self.updates.run(batch, window.rollout.inner_resets)
-        return self._record(window.rollout, window.prepared, wanted=wanted, usable=window.usable)
+        return self._iteration(window.rollout, window.prepared, wanted=wanted, usable=window.usable)
 
     # --- one iteration, step by step --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tailguard.algorithm.config import PPOConfig
 from tailguard.algorithm.estimate import AdvantageSource, GAEAdvantages
-from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.learner import Iteration, Learner
 from tailguard.algorithm.loss_terms import LossTerm, check_names
 from tailguard.algorithm.rollout import Rollout
 from tailguard.algorithm.sb3 import check_arguments, network_options, sample_schedules
@@ -109,7 +109,7 @@ class DistributionalPPO(Learner):
 
             self.alternation = Alternation(self)
 
-    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> dict[str, float]:
+    def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> Iteration:
         runtime = self.runtime
         if self.alternation is not None and self.alternation.due():
             self.alternation.take_turn()
@@ -121,7 +121,7 @@ class DistributionalPPO(Learner):
         usable = prepared.batch is not None
         if usable:
             self.updates.run(self._extend(rollout, prepared), rollout.inner_resets)
-        return self._record(rollout, prepared, wanted=wanted, usable=usable)
+        return self._iteration(rollout, prepared, wanted=wanted, usable=usable)
 
     # --- one iteration, step by step --------------------------------------------------------------------------------
 

@@ -33,20 +33,27 @@ class ObservationScale:
     def finite(self, obs: Tensor) -> Tensor:
         """The same with 0, the mean, for a number that is not finite."""
         if torch.is_grad_enabled() and obs.requires_grad:
-            scaled: Tensor = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
-            return scaled
+            made: tuple[Tensor, ...] = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
+            return made[0]
         return self(obs).nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Scaled(torch.autograd.Function):
     """`ObservationScale.finite` as one node of the graph: it is in every bar of a window."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> Tensor:
+    def forward(obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> tuple[Tensor, Tensor]:
         scaled = (obs - mean) / std
-        ctx.save_for_backward(scaled, std)
-        ctx.clip = clip
-        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0)
+        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0), scaled
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1], inputs[2])
+        ctx.clip = inputs[3]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -180,25 +180,23 @@ def tensors_of(structure: Any) -> Iterator[Tensor]:
 
 def detached(structure: Structure) -> Structure:
     """The same tensors in the same places, without their history."""
-    return _mapped(Tensor.detach, structure)
+    return mapped(Tensor.detach, structure)
 
 
 def cloned(structure: Structure) -> Structure:
     """Copies of the tensors in the same places."""
-    return _mapped(Tensor.clone, structure)
+    return mapped(Tensor.clone, structure)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], structure: Structure) -> Structure:
+def mapped(function: Callable[[Tensor], Tensor], structure: Structure) -> Structure:
     """The structure with the function of each of its tensors."""
     if isinstance(structure, Tensor):
         return cast(Structure, function(structure))
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        changed = {
-            item.name: _mapped(function, getattr(structure, item.name)) for item in dataclasses.fields(structure)
-        }
+        changed = {item.name: mapped(function, getattr(structure, item.name)) for item in dataclasses.fields(structure)}
         return dataclasses.replace(structure, **changed)
     if isinstance(structure, dict):
-        return cast(Structure, {name: _mapped(function, value) for name, value in structure.items()})
+        return cast(Structure, {name: mapped(function, value) for name, value in structure.items()})
     if isinstance(structure, tuple):
-        return cast(Structure, tuple(_mapped(function, value) for value in structure))
+        return cast(Structure, tuple(mapped(function, value) for value in structure))
     return structure

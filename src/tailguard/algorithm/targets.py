@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.estimate import CriticView, Estimates, estimate, evaluate_critics, first_returns
+from tailguard.algorithm.optimizers import unless
 from tailguard.algorithm.scale import (
     SUPPORT_DRIFT_LIMIT,
     move_return_scale,
@@ -43,7 +44,11 @@ class ReturnTargets:
 
     def __init__(self, context: TrainingContext, config: LearnerConfig, *, has_critics: bool) -> None:
         self.context, self.config, self.has_critics = context, config, has_critics
-        self.moments = RunningMoments((), decay=config.return_decay, device=context.learning_rate.device)
+        device = context.learning_rate.device
+        self.moments = RunningMoments((), decay=config.return_decay, device=device)
+        self.varied = torch.zeros((), dtype=torch.bool, device=device)
+        """`moments.started` on the device, where members of a population may differ in it."""
+        self._known = False
 
     @torch.no_grad()
     def estimate(
@@ -55,13 +60,17 @@ class ReturnTargets:
         """
         if usable and not self.moments.started:
             # Returns that never vary have no scale. The first that do set it, and not what an untrained critic said.
-            self.moments.clear()
-            self.moments.update(first_returns(rollout, self.config.gamma), rollout.valid)
+            unless(self.varied, lambda: self._start_scale(rollout), self.moments.tensors())
         views = self._evaluate_critics(rollout, final_obs) if self.has_critics else ()
         estimates = estimate(views, rollout, self.config.estimates, self.context.generator)
         if usable and self.context.runtime.can_sync:
             usable = self.context.guard.estimates(estimates, rollout.valid)
         return views, estimates, usable
+
+    def _start_scale(self, rollout: Rollout) -> None:
+        """The scale by this rollout's returns alone."""
+        self.moments.clear()
+        self.moments.update(first_returns(rollout, self.config.gamma), rollout.valid)
 
     def _evaluate_critics(self, rollout: Rollout, final_obs: Tensor | None) -> tuple[CriticView, ...]:
         """Each critic's view of a rollout; advances the critics' recurrent states."""
@@ -93,9 +102,17 @@ class ReturnTargets:
                 metrics[SUPPORT_DRIFT] = drift
         return metrics
 
+    def note_started(self, started: bool) -> None:
+        """Tell the device whether returns vary."""
+        if started != self._known:
+            self.varied.fill_(started)
+            self._known = started
+
     def settle(self, report: dict[str, float]) -> dict[str, float]:
         """Apply decisions that need metrics on the host: whether returns vary, and supports that drifted."""
-        self.moments.started = bool(report.pop(RETURNS_VARY, self.moments.started))
+        started = bool(report.pop(RETURNS_VARY, self.moments.started))
+        self.note_started(started)
+        self.moments.started = started
         if SUPPORT_DRIFT in report:
             drifted = report.pop(SUPPORT_DRIFT) > SUPPORT_DRIFT_LIMIT
             context, spread = self.context, report["critic/return_spread"]

@@ -250,8 +250,8 @@ class GaussianHead(ActionHead):
     def to_env(self, raw: Tensor) -> Tensor:
         if self.squash and raw.requires_grad:
             box = self._centre, self._half_width, self.low, self.high
-            squashed: Tensor = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]
-            return squashed
+            squashed: tuple[Tensor, ...] = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]
+            return squashed[0]
         action = self._centre + self._half_width * torch.tanh(raw) if self.squash else raw
         return torch.clamp(action, self.low, self.high)  # scaling rounds, and may exceed a bound by the last digit
 
@@ -270,13 +270,22 @@ class GaussianHead(ActionHead):
 class _Squashed(torch.autograd.Function):
     """`GaussianHead.to_env` as one node of the graph: a gradient through the environment meets it at every step."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        raw, centre, half_width, low, high = inputs
+    def forward(
+        raw: Tensor, centre: Tensor, half_width: Tensor, low: Tensor, high: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         shown = torch.tanh(raw)
         action = centre + half_width * shown
-        ctx.save_for_backward(shown, half_width, (action >= low) & (action <= high))
-        return torch.clamp(action, low, high)
+        return torch.clamp(action, low, high), shown, (action >= low) & (action <= high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        _, shown, inside = output
+        ctx.mark_non_differentiable(shown, inside)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(shown, inputs[2], inside)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

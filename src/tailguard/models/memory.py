@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tailguard.device_ops import may_hold_any
 from tailguard.errors import ConfigError
+from tailguard.member_axis import is_logical
 from tailguard.models.recurrence import cell_step, recurrence
 
 MemoryState = tuple[Tensor, ...]
@@ -215,7 +216,7 @@ class LSTMMemory(Memory):
 
 
 def _can_fuse(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and not torch.is_autocast_enabled("cpu") and not is_logical(x)
 
 
 def _layers_of(state: Tensor) -> Sequence[Tensor]:

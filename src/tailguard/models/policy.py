@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from tailguard.device_ops import readable
 from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.protocol import ActionSpace, Box
 from tailguard.errors import ConfigError
@@ -331,7 +332,7 @@ class ActorCritic(nn.Module):
         features: dict[int, Tensor] = {}
         successors: dict[int, Tensor] = {}
         for index in sorted(set(self.critic_trunks)):
-            read = _each_successor if obs.device.type != "cpu" else _some_successors
+            read = _some_successors if readable(obs) else _each_successor
             features[index], successors[index], after[index] = read(
                 self._trunk(index), obs, final_obs, final_rows, state[index], episode_start
             )

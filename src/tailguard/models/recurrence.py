@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tailguard.member_axis import is_logical, on_stacked
+
 
 def _load_kernels() -> ModuleType | None:
     """The Triton kernels, where there is a GPU and the Triton that comes with PyTorch for it."""
@@ -39,7 +41,12 @@ def recurrence(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_star
     weight:         [4H, H], recurrent
     h, c:           [N, H], before the first row
     episode_start:  [T, N] bool: the state is cleared before the row is read
+
+    For the members of a population all have a leading axis [P], and the members' weights are their own.
     """
+    if is_logical(gates) or is_logical(weight):
+        first, second = on_stacked(recurrence, gates, weight, h, c, episode_start)
+        return first, second
     if not torch.is_grad_enabled():
         return cast(tuple[Tensor, Tensor], _without_gradient(gates, weight, h, c, episode_start))
     output: tuple[Tensor, Tensor] = _Recurrence.apply(gates, weight, h, c, episode_start)  # type: ignore[no-untyped-call]
@@ -57,7 +64,7 @@ def _without_gradient(
 
 @_without_gradient.register_fake
 def _(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    shape = (*gates.shape[:2], weight.shape[1])
+    shape = (*gates.shape[:-1], weight.shape[-1])
     return gates.new_empty(shape), c.new_empty(shape)
 
 
@@ -83,8 +90,10 @@ class _Recurrence(torch.autograd.Function):
         grad_gates, grad_h, grad_c = _backward(grad_hidden, grad_cells, weight, c, episode_start, cells, active)
         # dL/dW = Σ_t grad_gates_tᵀ·h_{t−1}, with h_{t−1} cleared where an episode starts: one product over all T·N
         # rows.
-        before = torch.cat((h.unsqueeze(0), hidden[:-1])).masked_fill_(episode_start.unsqueeze(-1), 0.0)
-        grad_weight = grad_gates.flatten(0, 1).t() @ before.flatten(0, 1)
+        time = hidden.dim() - 3
+        earlier = hidden.narrow(time, 0, hidden.shape[time] - 1)
+        before = torch.cat((h.unsqueeze(time), earlier), time).masked_fill_(episode_start.unsqueeze(-1), 0.0)
+        grad_weight = grad_gates.flatten(time, time + 1).mT @ before.flatten(time, time + 1)
         made = grad_gates, grad_weight, grad_h, grad_c
         return (*(value.to(dtype) for value, dtype in zip(made, ctx.dtypes, strict=True)), None)
 
@@ -141,14 +150,16 @@ def _forward(
     gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor, *, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, cells, and, if requested (else empty), the gates after their non-linearities, [T, N, 4H]."""
-    if KERNELS is not None and gates.is_cuda:
+    if KERNELS is not None and gates.is_cuda and KERNELS.supports(gates, weight):
         return cast(_Three, KERNELS.forward(gates, weight, h, c, episode_start, keep))
+    time = gates.dim() - 3
+    product = torch.addmm if time == 0 else torch.baddbmm
     hidden, cells, active = [], [], []
-    for row, start in zip(gates, episode_start, strict=True):
+    for row, start in zip(gates.unbind(time), episode_start.unbind(time), strict=True):
         # Filled, not multiplied by 0: a NaN left over from an ended episode must not survive the reset.
-        h, c = (part.masked_fill(start[:, None], 0.0) for part in (h, c))
+        h, c = (part.masked_fill(start.unsqueeze(-1), 0.0) for part in (h, c))
         # The products may be bfloat16; everything on the cell is in its own, wider precision.
-        i, f, g, o = torch.addmm(row, h, weight.t()).to(c.dtype).chunk(4, dim=-1)
+        i, f, g, o = product(row, h, weight.mT).to(c.dtype).chunk(4, dim=-1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         c = f * c + i * g
         h = (o * c.tanh()).to(gates.dtype)
@@ -156,7 +167,8 @@ def _forward(
         cells.append(c)
         if keep:
             active.append(torch.cat((i, f, g, o), dim=-1).to(gates.dtype))
-    return torch.stack(hidden), torch.stack(cells), torch.stack(active) if keep else gates.new_empty(0)
+    kept = torch.stack(active, time) if keep else gates.new_empty(0)
+    return torch.stack(hidden, time), torch.stack(cells, time), kept
 
 
 def _backward(
@@ -169,12 +181,37 @@ def _backward(
     active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the gates' inputs, [T, N, 4H], and of the state before the first row, [N, H] each."""
-    if KERNELS is not None and active.is_cuda:
+    if KERNELS is not None and active.is_cuda and KERNELS.supports(active, weight):
         return cast(_Three, KERNELS.backward(grad_hidden, grad_cells, weight, c, episode_start, cells, active))
-    grad_gates = torch.empty_like(active)
+    time = active.dim() - 3
+    if time:
+        made = _backward_rows(
+            grad_hidden.movedim(time, 0),
+            None if grad_cells is None else grad_cells.movedim(time, 0),
+            weight,
+            c,
+            episode_start.movedim(time, 0),
+            cells.movedim(time, 0),
+            active.movedim(time, 0),
+        )
+        return made[0].movedim(0, time), made[1], made[2]
+    return _backward_rows(grad_hidden, grad_cells, weight, c, episode_start, cells, active)
+
+
+def _backward_rows(
+    grad_hidden: Tensor,
+    grad_cells: Tensor | None,
+    weight: Tensor,
+    c: Tensor,
+    episode_start: Tensor,
+    cells: Tensor,
+    active: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by plain operations, with the rows of time first."""
+    grad_gates = torch.empty_like(active, memory_format=torch.contiguous_format)
     grad_h, grad_c = torch.zeros_like(c), torch.zeros_like(c)
     for t in reversed(range(len(active))):
-        start = episode_start[t, :, None]
+        start = episode_start[t].unsqueeze(-1)
         before = (cells[t - 1] if t else c).masked_fill(start, 0.0)
         i, f, g, o = active[t].to(c.dtype).chunk(4, dim=-1)
         # A state reaches the loss by its own output and through the next row; the latter is already in grad_h and

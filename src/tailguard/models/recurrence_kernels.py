@@ -28,19 +28,25 @@ def _fuses(dtype: torch.dtype, hidden: int) -> bool:
     return dtype == torch.bfloat16 and 16 <= hidden <= FUSED_SIZE and hidden & (hidden - 1) == 0
 
 
+def supports(gates: Tensor, weight: Tensor) -> bool:
+    """Whether there are kernels for these: for one learner always, for members of a population the fused ones."""
+    return gates.dim() == 3 or _fuses(gates.dtype, weight.shape[-1])
+
+
 def forward(
     gates: Tensor, weight: Tensor, h: Tensor, c: Tensor, episode_start: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `tailguard.models.recurrence._forward`."""
-    steps, rows, width = gates.shape
+    """As `tailguard.models.recurrence._forward`; members have a leading axis, and are the grid's second."""
+    members = gates.shape[0] if gates.dim() == 4 else 1
+    steps, rows, width = gates.shape[-3:]
     size = width // 4
     gates, h, c, episode_start = (part.contiguous() for part in (gates, h, c, episode_start))
-    hidden = gates.new_empty(steps, rows, size)
-    cells = c.new_empty(steps, rows, size)
+    hidden = gates.new_empty(*gates.shape[:-1], size)
+    cells = c.new_empty(*gates.shape[:-1], size)
     active = torch.empty_like(gates) if keep else gates.new_empty(0)
     if _fuses(gates.dtype, size):
-        _fused_forward[(triton.cdiv(rows, FORWARD["BLOCK"]),)](
-            gates, weight.t().contiguous(), h, c, episode_start, hidden, cells, active, rows, steps,
+        _fused_forward[(triton.cdiv(rows, FORWARD["BLOCK"]), members)](
+            gates, weight.mT.contiguous(), h, c, episode_start, hidden, cells, active, rows, steps,
             KEEP=keep, H=size, **FORWARD,
         )  # fmt: skip
         return hidden, cells, active
@@ -69,8 +75,9 @@ def backward(
     cells: Tensor,
     active: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `tailguard.models.recurrence._backward`."""
-    steps, rows, width = active.shape
+    """As `tailguard.models.recurrence._backward`; members as in `forward`."""
+    members = active.shape[0] if active.dim() == 4 else 1
+    steps, rows, width = active.shape[-3:]
     size = width // 4
     grad_hidden, c, episode_start, weight = (part.contiguous() for part in (grad_hidden, c, episode_start, weight))
     grad_gates = torch.empty_like(active)
@@ -78,7 +85,7 @@ def backward(
     # Triton needs a pointer in any case; with HAS_CELLS false its loads are compiled away.
     seen = cells if grad_cells is None else grad_cells.contiguous()
     if _fuses(active.dtype, size):
-        _fused_backward[(triton.cdiv(rows, BACKWARD["BLOCK"]),)](
+        _fused_backward[(triton.cdiv(rows, BACKWARD["BLOCK"]), members)](
             grad_hidden, seen, weight, c, episode_start, cells, active, grad_gates, grad_h, grad_c, rows, steps,
             HAS_CELLS=grad_cells is not None, H=size, **BACKWARD,
         )  # fmt: skip
@@ -104,8 +111,9 @@ def _fused_forward(
     gates, weight, h0, c0, episode_start, hidden, cells, active, rows, steps,
     KEEP: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """weight: transposed, [H, 4H]."""
+    """weight: transposed, [H, 4H]. The grid: blocks of rows, members."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    member = tl.program_id(1).to(tl.int64)
     number = tl.arange(0, BLOCK)
     inside = first + number < rows
     there = inside[:, None]
@@ -113,13 +121,14 @@ def _fused_forward(
     # Offsets inside a block fit 32 bits; the start of a block needs 64.
     state = number[:, None] * H + unit[None, :]
     gate = number[:, None] * (4 * H) + unit[None, :]
-    w = weight + unit[:, None] * (4 * H) + unit[None, :]
+    w = weight + member * (4 * H * H) + unit[:, None] * (4 * H) + unit[None, :]
     narrow = h0.dtype.element_ty
     # h and c stay in registers over all steps: a row depends on no other row, so programs never wait for each other.
-    h = tl.load(h0 + first * H + state, mask=there, other=0.0)
-    c = tl.load(c0 + first * H + state, mask=there, other=0.0)
+    own = (member * rows + first) * H + state
+    h = tl.load(h0 + own, mask=there, other=0.0)
+    c = tl.load(c0 + own, mask=there, other=0.0)
     for t in range(steps):
-        at = tl.cast(t, tl.int64) * rows + first
+        at = (member * steps + t) * rows + first
         given = gates + at * (4 * H) + gate
         # The state is cleared before a row that starts an episode, as in eager mode.
         continues = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
@@ -152,19 +161,21 @@ def _fused_backward(
 ):  # fmt: skip
     """weight: as it is, [4H, H]. A gate's gradient goes into the product at once, because registers are scarce."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
+    member = tl.program_id(1).to(tl.int64)
     number = tl.arange(0, BLOCK)
     inside = first + number < rows
     there = inside[:, None]
     unit = tl.arange(0, H)
     state = number[:, None] * H + unit[None, :]
     gate = number[:, None] * (4 * H) + unit[None, :]
-    w = weight + unit[:, None] * H + unit[None, :]
+    w = weight + member * (4 * H * H) + unit[:, None] * H + unit[None, :]
+    own = (member * rows + first) * H + state
     narrow = active.dtype.element_ty
     grad_h = tl.zeros((BLOCK, H), tl.float32)
     grad_c = tl.zeros((BLOCK, H), tl.float32)
     for back in range(steps):
         t = steps - 1 - back
-        at = tl.cast(t, tl.int64) * rows + first
+        at = (member * steps + t) * rows + first
         continues = tl.load(episode_start + at + number, mask=inside, other=1)[:, None] == 0
         kept = active + at * (4 * H) + gate
         made = grad_gates + at * (4 * H) + gate
@@ -193,7 +204,7 @@ def _fused_backward(
         if t > 0:
             before = tl.load(cells + (at - rows) * H + state, mask=there, other=0.0)
         else:
-            before = tl.load(c0 + first * H + state, mask=there, other=0.0)
+            before = tl.load(c0 + own, mask=there, other=0.0)
         f = tl.load(kept + H, mask=there, other=0.0).to(tl.float32)
         part = (grad_c * tl.where(continues, before, 0.0) * f * (1 - f)).to(narrow)
         tl.store(made + H, part, mask=there)
@@ -202,8 +213,8 @@ def _fused_backward(
         # Nothing goes back over an episode's start.
         grad_c = tl.where(continues, grad_c * f, 0.0)
         grad_h = tl.where(continues, grad_h, 0.0)
-    tl.store(grad_h0 + first * H + state, grad_h, mask=there)
-    tl.store(grad_c0 + first * H + state, grad_c, mask=there)
+    tl.store(grad_h0 + own, grad_h, mask=there)
+    tl.store(grad_c0 + own, grad_c, mask=there)
 
 
 @triton.jit

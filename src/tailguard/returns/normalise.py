@@ -159,6 +159,10 @@ class RunningMoments:
         """The inverse of `normalise` without a clip; dtype of x."""
         return (x.double() * self.std + self.mean).to(x.dtype)
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that an update changes, themselves."""
+        return [self.mean, self.squares, self.count, self.std]
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the complete state."""
         return {"mean": self.mean.clone(), "squares": self.squares.clone(), "count": self.count.clone()}
