@@ -111,6 +111,9 @@ def cell_step(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[Tens
     weight:  [4H, H], recurrent
     h, c:    [N, H], before the row
     """
+    if is_logical(gates) or is_logical(weight):
+        shown, after = on_stacked(cell_step, gates, weight, h, c)
+        return shown, after
     output: tuple[Tensor, Tensor] = _CellStep.apply(gates, weight, h, c)  # type: ignore[no-untyped-call]
     return output
 
