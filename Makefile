@@ -33,8 +33,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/tailguard bench
 
+# Strict, and nothing in it may be fetched from the net.
 docs: .venv/.docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' site --include='*.html'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tailguard needs Python 3.11 or newer, and {sys.executable} is {v.major}.{v.minor}. Try: make PYTHON=python3.12 $(MAKECMDGOALS)")'

@@ -140,9 +140,9 @@ def absurd(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture(scope="module")
-def own_tables() -> Iterator[None]:
-    """What a test module registers in this process, as plugins do, is forgotten afterwards."""
+@contextlib.contextmanager
+def kept_tables() -> Iterator[None]:
+    """What is registered in this process, as plugins do, is forgotten afterwards."""
     from tailguard import plugins
     from tailguard.algorithm.iteration_metrics import ITERATION
     from tailguard.algorithm.loss_terms import LOSS_TERMS
@@ -157,11 +157,27 @@ def own_tables() -> Iterator[None]:
     tables: list[dict[Any, Any]] = [FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES]
     tables.append(plugins._LOADED)
     before, commands = [dict(table) for table in tables], list(app.registered_commands)
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()
-        table.update(content)
-    app.registered_commands[:] = commands
+    try:
+        yield
+    finally:
+        for table, content in zip(tables, before, strict=True):
+            table.clear()
+            table.update(content)
+        app.registered_commands[:] = commands
+
+
+@pytest.fixture(scope="module")
+def own_tables() -> Iterator[None]:
+    """What a test module registers is forgotten after its last test."""
+    with kept_tables():
+        yield
+
+
+@pytest.fixture
+def own_parts() -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    with kept_tables():
+        yield
 
 
 @pytest.fixture(scope="session")
