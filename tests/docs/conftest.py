@@ -70,6 +70,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Path:
     freqtrade.mkdir(parents=True)
     hourly = tg.make_market(3_000, seed=4).bars.frame.select("time", "open", "high", "low", "close", "volume")
     hourly.rename({"time": "date"}).write_ipc(freqtrade / "BTC_USDT-1h.feather")
+    (folder / "folder_of_bars").mkdir()
+    for symbol in ("ONE", "TWO"):
+        market.with_columns(symbol=pl.lit(symbol)).write_parquet(folder / "folder_of_bars" / f"{symbol}.parquet")
     GOOG.to_csv(folder / "goog.csv")
     (folder / "run.yaml").write_text("data:\n  path: btc.parquet\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from tailguard.config import flat_settings, load_config
 from .blocks import ROOT, RUN, Block, blocks, pages
 from .conftest import Command, Given, quick
 
-SLOW = {"docs/robustness.md", "docs/budget.md", "docs/report.md"}
+SLOW = {"docs/robustness.md", "docs/budget.md", "docs/faq.md", "docs/report.md"}
 """Pages whose blocks take more than a few seconds."""
 LARGEST = {
     "learn": 256, "timesteps": 256, "num_envs": 8, "make_market": 3_000, "minibatch_size": 128, "folds": 2, "seeds": 2,
@@ -108,7 +108,7 @@ class Reader:
         """With small sizes, and without the questions that a terminal would answer."""
         if arguments[0] == "train" and "--resume" not in arguments:
             name = arguments[arguments.index("--name") + 1] if "--name" in arguments else "run"
-            if name not in self.trained:  # prepared for pages that begin with a finished run
+            if name not in self.trained or "--name" not in arguments:  # prepared for pages that begin with a run
                 shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
             self.trained.add(name)
             learner = "ppo" if "learner=ppo" in arguments else "pathwise"
