@@ -96,6 +96,19 @@ def test_each_member_equals_its_lone_run(name: str) -> None:
             assert mine[key] == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), key
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo, all on", "ppo, categorical"])
+def test_compiled_members_equal_their_lone_runs(name: str) -> None:
+    """Traced with the member axis, `no_grad` and all, and compiled."""
+    alone, members = all_learners(name), MemberLearners(all_learners(name), compiles=True)
+    for _ in range(3):
+        members.iterate()
+        for learner in alone:
+            learner.iterate()
+    for learner, member in zip(alone, members.learners, strict=True):
+        assert float((weights(learner) - weights(member)).abs().max()) < 2e-5
+
+
 def test_members_stop_their_epochs_on_their_own() -> None:
     members = MemberLearners(all_learners("ppo, all on"))
     steps = {report["train/n_updates"] for report in members.iterate()}

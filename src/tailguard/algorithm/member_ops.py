@@ -182,6 +182,12 @@ def _aligned(number: Any, like: Tensor) -> Any:
     return number.reshape(-1, *[1] * (like.dim() - 1)) if isinstance(number, Tensor) and number.dim() == 1 else number
 
 
+def _same_shapes(lists: Sequence[Sequence[Any]]) -> bool:
+    """Whether the lists hold tensors of the same shapes, place by place."""
+    shapes = [[one.shape if isinstance(one, Tensor) else None for one in part] for part in lists]
+    return None not in shapes[0] and all(part == shapes[0] for part in shapes)
+
+
 def _elementwise(method: str, *, in_place: bool) -> Rule:
     """A `torch._foreach_*` that treats every number by itself: on stacked tensors, with stacked factors."""
 
@@ -191,6 +197,13 @@ def _elementwise(method: str, *, in_place: bool) -> Rule:
         mine = list(args[0])
         if in_place and not all(is_logical(one) for one in mine):
             raise ValueError(f"members: {func.__name__} would write every member's numbers to one place")
+        rest = args[1:]
+        if all(isinstance(part, list | tuple) or not isinstance(part, Tensor) for part in rest):
+            lists = [
+                [ops.each(one) for one in part] if isinstance(part, list | tuple) else part for part in (mine, *rest)
+            ]
+            if _same_shapes([part for part in lists if isinstance(part, list)]):
+                return func(*lists, **kwargs) if in_place else [logical(one) for one in func(*lists, **kwargs)]
         made = []
         for place, one in enumerate(mine):
             value = ops.each(one)

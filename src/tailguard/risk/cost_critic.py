@@ -32,9 +32,7 @@ class CostCritic(nn.Module):
         self.to(device)
         on_gpu = torch.device(device).type == "cuda"
         # `capturable`: steps that can be recorded in a CUDA graph; it requires existing parameters.
-        self.optimizer = torch.optim.Adam(
-            self.parameters(), lr=learning_rate, eps=1e-5, capturable=on_gpu, fused=not on_gpu
-        )
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=learning_rate, eps=1e-5, capturable=on_gpu, fused=True)
 
     def forward(self, features: Tensor, obs: Tensor) -> Tensor:
         """Features [..., H] and observations [..., O] to the expected remaining cost, [...]."""
