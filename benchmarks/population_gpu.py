@@ -228,7 +228,7 @@ def main() -> None:
     workers = {}
     for name, (prepare, arguments, count) in plans.items():
         here, there = context.Pipe()
-        process = context.Process(target=work, args=(prepare, arguments, there), daemon=True)
+        process = context.Process(target=work, args=(prepare, arguments, there))
         process.start()
         workers[name] = process, here, count
     rates: dict[str, float] = {}
@@ -252,6 +252,8 @@ def main() -> None:
             if number == 0:
                 rates[name] = found
         process.terminate()
+    for process, _, _ in workers.values():
+        process.kill()  # the figures are out; a compiler's helpers would linger
     if "alone" in rates:
         for name in ("together", "not compiled"):
             if name in rates:
