@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("experiment",),
     ("evaluate",),
     ("runs",),
+    ("population",),
     ("live",),
     ("bench",),
     ("cli",),

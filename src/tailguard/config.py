@@ -265,7 +265,7 @@ def load_config(
     """
     settings: dict[str, Any] = to_dict(base or RunConfig())
     source = "settings" if path is None else str(path)
-    layers = [(source, {} if path is None else _read_yaml(path))]
+    layers = [(source, {} if path is None else read_yaml(path))]
     for override in overrides:
         key, separator, value = override.partition("=")
         named = f"--set {_short(override, quoted=False)}"
@@ -390,7 +390,7 @@ def _as_yaml(value: Any) -> str:
     return yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: cannot be read: not a plain file")

@@ -291,6 +291,23 @@ class Learner(Agent):
         """The iteration's metrics once they are read, with the alarms they raise."""
         return self.recorder.report(report)
 
+    # --- for populations ----------------------------------------------------------------------------------------------
+
+    def reseed(self, seed: int) -> None:
+        """Seed every random stream anew: an agent that goes on from a copy of another must not repeat its draws."""
+        for number, generator in enumerate([*self._generators(), self.prediction_generator]):
+            generator.manual_seed(seed + number)
+
+    def reset_optimizer(self) -> None:
+        """Forget the moments of every optimiser, and what variance gradient scaling has measured."""
+        self.optimizer.state.clear()
+        if self.scaler is not None:
+            for parameter in self.scaler.parameters:
+                self.scaler.forget(parameter)
+        if self.risk is not None:
+            self.risk.critic.optimizer.state.clear()
+        self.runtime.forget()
+
     # --- for people and for SB3's callbacks ---------------------------------------------------------------------------
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from tailguard.algorithm.learner import Learner
 from tailguard.errors import ConfigError
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
-from tailguard.risk.config import RiskMeasure
+from tailguard.risk.config import RiskConfig, RiskMeasure
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import MOST_EXPOSURE
 from tailguard.robust.feed import Feed
@@ -90,10 +90,11 @@ def signed(value: float) -> str:
 class Validation:
     """Yearly log-growth and tail over the validation part, net of costs and without exploration."""
 
-    def __init__(self, agent: Learner, bars: Bars) -> None:
+    def __init__(self, agent: Learner, bars: Bars, risk: RiskConfig | None = None) -> None:
+        """`risk`: the budget to judge by; None: each agent's own."""
         if agent.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it has no validation bars")
-        self.spec, self.bars = agent.spec, bars
+        self.spec, self.bars, self.risk = agent.spec, bars, risk
         self.parts = episodes_on(agent.spec, bars)
         self.length = agent.spec.episode_length
         self.bars_per_year = agent.spec.pace.per_year
@@ -111,7 +112,7 @@ class Validation:
         """Growth, tail and score of the agent as it is now; None where the part is shorter than an episode."""
         if not self.episodes:
             return None
-        risk = None if agent.risk is None else agent.risk.config
+        risk = None if agent.risk is None else (self.risk or agent.risk.config)
         measure: RiskMeasure = "episode" if risk is None else risk.measure
         traded = [part.trade(agent, measure) for part in self.parts]
         growth = float(torch.cat([each.growth for each in traded]).mean()) / self.length * self.bars_per_year

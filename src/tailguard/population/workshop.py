@@ -1,0 +1,108 @@
+"""Where members are made, trained and judged, whatever process that happens in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tailguard.algorithm.learner import Learner
+from tailguard.algorithm.nonfinite import NonFiniteError
+from tailguard.config import RunConfig
+from tailguard.envs.prepared_market import MappedBars
+from tailguard.experiment.build import Experiment, build_learner, trading_env
+from tailguard.experiment.layout import RunLayout
+from tailguard.monitor.callbacks import Callback
+from tailguard.monitor.writers import numbers
+from tailguard.population.executor import Job, Outcome
+from tailguard.population.hyper import apply, check_same_parts, check_space, put_in_force
+from tailguard.population.judge import Judge, Judgement
+from tailguard.population.settings import PopulationSettings
+from tailguard.population.space import SearchSpace
+from tailguard.runs.checkpoint import CheckpointStore, data_hashes
+from tailguard.runs.validation import Validation
+
+if TYPE_CHECKING:
+    from tailguard.data.prepare import PreparedBars
+
+KEPT = 2
+"""Checkpoints of a member: of the round under way, and of the one before, which others may go on from."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The settings that all members share, their bars and their judge. It can be sent to another process."""
+
+    config: RunConfig
+    bars: PreparedBars | MappedBars
+    """Training bars with their features, once for all members of a process."""
+    judge: Judge
+    hashes: Mapping[str, str]
+    """SHA-256 of the bars, which checkpoints are tied to."""
+
+    @classmethod
+    def of(cls, experiment: Experiment, settings: PopulationSettings, space: SearchSpace) -> Self:
+        """For the experiment of a config; raises for a search space that cannot be used with it."""
+        config, learner = experiment.config, experiment.learner
+        check_space(config, space)
+        validation = Validation(learner, experiment.split.validation, config.risk)
+        made = cls(config, trading_env(learner).prepared, Judge(validation, settings.metric), data_hashes(learner.env))
+        for each in space.dimensions:
+            for value in each.values:
+                check_same_parts(each.name, value, learner, made.build(0, {each.name: value}))
+        return made
+
+    def build(self, member: int, hyper: Mapping[str, Any]) -> Learner:
+        """A fresh member with these values."""
+        return build_learner(apply(self.config, hyper), self.bars, self.config.training.seed + member)
+
+    def perform(self, job: Job, members: Path) -> Outcome:
+        """Do a job: restore, train, judge, store. `members`: the folder of all members' checkpoints."""
+        learner = self.build(job.member, job.hyper)
+        if job.start:
+            self.store(members, job.parent).restore(learner, job.start)
+            self.take_over(learner, job)
+        lines = _Lines(job.until)
+        try:
+            left = self.config.training.total_timesteps - learner.num_timesteps
+            # The whole run is the goal, or schedules would start anew in every round.
+            learner.learn(left, callback=[lines], reset_num_timesteps=False)
+        except NonFiniteError as error:
+            failed = tuple(lines.metrics)
+            return Outcome(job.member, learner.num_timesteps, float("-inf"), failed, str(error))
+        judged = self.judge.judge(learner)
+        lines.metrics[-1].update(judged.metrics)
+        own = self.store(members, job.member)
+        own.folder.mkdir(parents=True, exist_ok=True)
+        own.clean()
+        own.save(learner)
+        return Outcome(job.member, learner.num_timesteps, judged.score, tuple(lines.metrics))
+
+    def take_over(self, learner: Learner, job: Job) -> None:
+        """Put the job's values in force on a restored state, with streams and optimiser as the job says."""
+        put_in_force(learner, apply(self.config, job.hyper))
+        if job.optimizer == "reset" and job.parent != job.member:
+            learner.reset_optimizer()
+        if job.streams is not None:
+            learner.reseed(job.streams)
+
+    def judged(self, learner: Learner) -> Judgement:
+        """The learner as it is now, on validation."""
+        return self.judge.judge(learner)
+
+    def store(self, members: Path, member: int) -> CheckpointStore:
+        """The checkpoints of a member."""
+        return CheckpointStore(RunLayout(members / str(member)).path, self.hashes, KEPT)
+
+
+class _Lines(Callback):
+    """Keeps the metrics of every iteration, and ends training at a step."""
+
+    def __init__(self, until: int) -> None:
+        self.until = until
+        self.metrics: list[dict[str, float]] = []
+
+    def on_iteration_logged(self) -> bool:
+        self.metrics.append(numbers(self.model.metrics))
+        return bool(self.model.num_timesteps < self.until)
