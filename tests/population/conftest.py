@@ -8,7 +8,7 @@ import pytest
 
 from tailguard.config import RunConfig, load_config
 from tailguard.experiment.build import Experiment, build
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 

@@ -10,7 +10,7 @@ import pytest
 from tailguard.errors import CheckpointError, RunError
 from tailguard.population.ask_tell import PBT
 from tailguard.population.lineage import read_lineage
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 
 SPACE = SearchSpace.parse({"rate": {"log": [1e-3, 1.0]}})

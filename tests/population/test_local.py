@@ -21,7 +21,7 @@ from tailguard.population.evolution import evolve
 from tailguard.population.executor import Job
 from tailguard.population.lineage import read_lineage
 from tailguard.population.local import LocalExecutor
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
 from tailguard.population.shared import put_arrays_back, share, take_arrays_out
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tailguard.errors import ConfigError, RunError
-from tailguard.population.pbt import Decision, Standing, decide, first_values, group_of, tournament, truncation
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
+from tailguard.population.pbt import RoundDecision, Standing, decide, first_values, group_of, tournament, truncation
 from tailguard.population.space import SearchSpace
 
 SPACE = SearchSpace.parse({"a": {"log": [1e-3, 1e3]}, "b": {"log": [1e-3, 1e3]}})
@@ -21,7 +21,7 @@ def standings(scores: list[float], age: int = 1) -> list[Standing]:
     return [Standing(member, {"a": 1.0 + member, "b": 2.0}, score, age) for member, score in enumerate(scores)]
 
 
-def decided(scores: list[float], number: int = 1, age: int = 1, **settings: Any) -> Decision:
+def decided(scores: list[float], number: int = 1, age: int = 1, **settings: Any) -> RoundDecision:
     given = PopulationSettings(members=len(scores), **({"strategy": "pbt", "explore": "perturb"} | settings))
     return decide(given, SPACE, number, standings(scores, age))
 
@@ -114,7 +114,7 @@ def test_halving_keeps_a_third_at_powers_of_three() -> None:
 
 
 def test_random_search_changes_nobody() -> None:
-    assert decided([1, 2, 3, 4], strategy="random") == Decision()
+    assert decided([1, 2, 3, 4], strategy="random") == RoundDecision()
 
 
 def test_groups_evolve_at_their_own_frequencies() -> None:

@@ -199,7 +199,7 @@ def test_the_rehearsal_trades_a_few_bars_and_changes_nothing(tmp_path: Path) -> 
     before = {name: value.clone() for name, value in flat_tensors(capture(agent))}
     short = dry_run.shorten_run(run)
     assert 20 <= len(backtest(agent, short.part("test")).net) <= 40
-    runner._dry_run(run, quiet)
+    runner.dry_run(run, quiet)
     after = dict(flat_tensors(capture(agent)))
     assert before.keys() == after.keys()
     for name, value in before.items():  # metrics that are not known yet are NaN

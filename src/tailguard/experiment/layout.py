@@ -8,8 +8,9 @@ runs/
     metrics.jsonl tensorboard/ metrics of every iteration
     checkpoints/step_<n>/      latest names the newest
     members/<n>/               metrics and checkpoints of each of several learners
+    lineage.jsonl              judgements and decisions of a population
     agent/                     the result
-    report.html robustness.html
+    report.html robustness.html population.html
     live/KILL                  the kill switch: nothing is sent while it is there
     live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
@@ -40,6 +41,9 @@ LATEST = "latest"
 MEMBERS = "members"
 AGENT = "agent"
 LOCK = ".lock"
+LINEAGE = "lineage.jsonl"
+"""Settings, judgements and decisions of a population; it marks a run whose members are one."""
+POPULATION_PAGE = "population.html"
 REPORT = "report.html"
 ROBUSTNESS = "robustness.html"
 
@@ -55,11 +59,11 @@ WALK_FORWARD_SETTINGS = "settings.yaml"
 """Not config.yaml, which marks the folder of a single run."""
 WALK_FORWARD_PAGE = "walk_forward.html"
 
-WRITTEN = (CONFIG, SEAL, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, MEMBERS, AGENT, LOCK)
+WRITTEN = (CONFIG, SEAL, METRICS, TENSORBOARD, CHECKPOINTS, LATEST, MEMBERS, LINEAGE, AGENT, LOCK)
 """Everything that the training of a run writes; other files in the folder are never touched."""
 
 _PARTIAL = r"\.\d+\.partial"
-_REPLACED = "|".join(map(re.escape, (CONFIG, SEAL, METRICS, LATEST)))
+_REPLACED = "|".join(map(re.escape, (CONFIG, SEAL, METRICS, LINEAGE, LATEST)))
 _LEFTOVER = re.compile(rf"\.({_REPLACED}){_PARTIAL}")
 _UNPLANNED = re.compile(rf"{re.escape(LOCK)}|(\.?{re.escape(WALK_FORWARD_SETTINGS)}|\.{re.escape(PLAN)})({_PARTIAL})?")
 _STEP = re.compile(r"step_(0|[1-9]\d{0,17})")
@@ -100,6 +104,14 @@ class RunLayout:
     @property
     def members_path(self) -> Path:
         return self.path / MEMBERS
+
+    @property
+    def lineage_path(self) -> Path:
+        return self.path / LINEAGE
+
+    @property
+    def population_page_path(self) -> Path:
+        return self.path / POPULATION_PAGE
 
     @property
     def agent_path(self) -> Path:
@@ -167,6 +179,10 @@ class RunLayout:
     def is_run(self) -> bool:
         """Whether the folder is that of a single run."""
         return self.config_path.is_file()
+
+    def is_population(self) -> bool:
+        """Whether the run's members are a population."""
+        return self.lineage_path.is_file()
 
     def is_walk_forward(self) -> bool:
         return self.plan_path.is_file()

@@ -18,13 +18,13 @@ from pathlib import Path
 from tailguard.errors import RunError
 from tailguard.population.executor import Hyper
 from tailguard.population.lineage import Lineage, Round
-from tailguard.population.pbt import Decision, Standing, decide, first_values, ranked
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
+from tailguard.population.pbt import RoundDecision, Standing, decide, first_values, ranked
 from tailguard.population.space import SearchSpace
 
 
 @dataclass(frozen=True)
-class Trial:
+class MemberTrial:
     """A member's part in a round."""
 
     member: int
@@ -42,12 +42,12 @@ class Trial:
         return self.parent != self.member
 
 
-def plan(lineage: Lineage) -> list[Trial]:
+def plan(lineage: Lineage) -> list[MemberTrial]:
     """The trials of the round after the last one of the lineage."""
     settings = lineage.settings
     if not lineage.rounds:
         values = first_values(settings, lineage.space)
-        return [Trial(member, 1, hyper, member, 1) for member, hyper in enumerate(values)]
+        return [MemberTrial(member, 1, hyper, member, 1) for member, hyper in enumerate(values)]
     last = lineage.rounds[-1]
     if last.number >= settings.rounds:
         return []
@@ -58,9 +58,9 @@ def plan(lineage: Lineage) -> list[Trial]:
             continue
         move = moves.get(each.member)
         if move is None:
-            trials.append(Trial(each.member, last.number + 1, each.hyper, each.member, each.age + 1))
+            trials.append(MemberTrial(each.member, last.number + 1, each.hyper, each.member, each.age + 1))
         else:
-            trials.append(Trial(each.member, last.number + 1, move.hyper, move.parent, 1))
+            trials.append(MemberTrial(each.member, last.number + 1, move.hyper, move.parent, 1))
     return trials
 
 
@@ -100,7 +100,7 @@ class PBT:
         """The round under way, or the last one."""
         return self.trials[0].round if self.trials else self.settings.rounds
 
-    def ask(self) -> Trial | None:
+    def ask(self) -> MemberTrial | None:
         """The next trial; None when all are finished. Raises `RunError` while the round waits for its last scores."""
         if self.finished:
             return None
@@ -113,7 +113,7 @@ class PBT:
         self._asked += 1
         return self.trials[self._asked - 1]
 
-    def tell(self, trial: Trial, score: float | None, *, step: int = 0) -> None:
+    def tell(self, trial: MemberTrial, score: float | None, *, step: int = 0) -> None:
         """The metric that the trial reached, higher is better; None: its training failed and left no state.
 
         `step`: environment steps of its state, for the record. After the last score of a round the next is planned.
@@ -138,7 +138,7 @@ class PBT:
         self._check_differ(standings)
         # After the last round nobody trains with what would be decided.
         last = number >= self.settings.rounds
-        decision = Decision() if last else decide(self.settings, self.space, number, standings)
+        decision = RoundDecision() if last else decide(self.settings, self.space, number, standings)
         self.lineage = self.lineage.with_round(Round(number, self._step or number, standings, decision))
         if self.log is not None:
             self.lineage.write(self.log)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from tailguard.errors import ConfigError
-from tailguard.population.ask_tell import PBT, Trial
-from tailguard.population.executor import Executor, Job, Outcome
+from tailguard.population.ask_tell import PBT, MemberTrial
+from tailguard.population.executor import Executor, Job, JobOutcome
 from tailguard.population.lineage import Lineage, read_lineage
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 
 STREAMS = 2**31 - 1
@@ -24,7 +24,7 @@ class RoundReport:
     """A finished round, for those who watch."""
 
     number: int
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[JobOutcome]
     lineage: Lineage
 
 
@@ -35,23 +35,27 @@ def evolve(
     total_timesteps: int,
     lineage_path: Path,
     on_round: Callable[[RoundReport], None] = lambda _: None,
+    on_outcomes: Callable[[Sequence[Job], Sequence[JobOutcome]], None] = lambda _, __: None,
 ) -> PBT:
     """Run all rounds, or those that are left after the record in `lineage_path`.
 
     `total_timesteps`: environment steps of every member; a round takes a share of them, in whole rollouts.
+    `on_outcomes`: called before a round is recorded, `on_round`: after it.
     """
-    pbt = PBT(space, settings, lineage=resumed(lineage_path, space, settings), log=lineage_path)
+    lineage = resumed(lineage_path, space, settings) or Lineage(settings, space)
+    pbt = PBT(space, settings, lineage=lineage, log=lineage_path)
     while not pbt.finished:
         jobs = [job_of(trial, pbt.lineage, total_timesteps) for trial in pbt.trials]
         trials, number = list(pbt.trials), pbt.round
         outcomes = executor.run(jobs)
+        on_outcomes(jobs, outcomes)
         for trial, outcome in zip(trials, outcomes, strict=True):
             pbt.tell(trial, None if outcome.failure else outcome.score, step=outcome.step)
         on_round(RoundReport(number, outcomes, pbt.lineage))
     return pbt
 
 
-def job_of(trial: Trial, lineage: Lineage, total_timesteps: int) -> Job:
+def job_of(trial: MemberTrial, lineage: Lineage, total_timesteps: int) -> Job:
     """What a trial means for a learner."""
     settings = lineage.settings
     streams = None

@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """What came of a job."""
 
     member: int
@@ -57,11 +57,15 @@ class Outcome:
 class Executor(Protocol):
     """Trains the members of a population. `local`, `batched` and `ray` are the three kinds."""
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> list[JobOutcome]:
         """Do all jobs of a round, at most one for each member; outcomes in the order of the jobs.
 
         When it returns, the checkpoint of every outcome without a failure is stored.
         """
+        ...
+
+    def collect(self, member: int, step: int) -> None:
+        """Bring a stored checkpoint to the run's folder, where it is not there already."""
         ...
 
     def close(self) -> None:

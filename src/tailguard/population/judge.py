@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,9 +17,7 @@ Function = TypeVar("Function", bound=Measure)
 
 
 def _cvar(_: Learner, result: ValidationResult) -> float:
-    if result.cvar is None:
-        raise ConfigError("population.metric: cvar is that of the budget, and risk.limit is not set")
-    return result.cvar
+    return math.nan if result.cvar is None else result.cvar
 
 
 MEASURES: dict[str, Measure] = {
@@ -42,7 +41,7 @@ def measure(name: str) -> Callable[[Function], Function]:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class MemberScore:
     """A member on the validation part."""
 
     score: float
@@ -60,12 +59,14 @@ class Judge:
                 "data.validation: the validation part is shorter than an episode, and members are judged on it; make "
                 "it longer, or env.episode_length shorter"
             )
+        if metric == "cvar" and (validation.risk is None or validation.risk.limit is None):
+            raise ConfigError("population.metric: cvar is that of the budget, and risk.limit is not set")
         self.validation, self.metric = validation, metric
 
-    def judge(self, agent: Learner) -> Judgement:
+    def judge(self, agent: Learner) -> MemberScore:
         """Score and metrics of the agent as it is now."""
         result = self.validation.evaluate(agent)
         assert result is not None  # there are episodes
         score = float(MEASURES[self.metric](agent, result))
         metrics = {"eval/growth": result.growth, "eval/score": result.score, "eval/judged": score}
-        return Judgement(score, metrics | ({} if result.cvar is None else {"eval/cvar": result.cvar}))
+        return MemberScore(score, metrics | ({} if result.cvar is None else {"eval/cvar": result.cvar}))

@@ -11,8 +11,8 @@ from typing import Any
 from tailguard.errors import CheckpointError
 from tailguard.places import read_plain, replace_synced
 from tailguard.population.executor import Hyper
-from tailguard.population.pbt import Decision, Move, Standing, decide
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
+from tailguard.population.pbt import Move, RoundDecision, Standing, decide
 from tailguard.population.space import SearchSpace
 
 FAILED = "failed"
@@ -28,7 +28,7 @@ class Round:
     step: int
     """Environment step of the members that trained."""
     standings: tuple[Standing, ...]
-    decision: Decision
+    decision: RoundDecision
 
     def to_dict(self) -> dict[str, Any]:
         """One line of the lineage."""
@@ -64,7 +64,7 @@ class Round:
             for each in line["standings"]
         )
         moves = tuple(Move(each["member"], each["parent"], each["hyper"], each["reason"]) for each in line["moves"])
-        return cls(line["round"], line["step"], standings, Decision(moves, tuple(line["stopped"])))
+        return cls(line["round"], line["step"], standings, RoundDecision(moves, tuple(line["stopped"])))
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,6 @@ def read_lineage(path: Path) -> Lineage:
     return Lineage(settings, space, rounds)
 
 
-def _short(decision: Decision) -> str:
+def _short(decision: RoundDecision) -> str:
     moves = ", ".join(f"{move.member} ← {move.parent}" for move in decision.moves) or "no move"
     return f"{moves}{f', stop {list(decision.stopped)}' if decision.stopped else ''}"

@@ -13,7 +13,7 @@ import torch
 
 from tailguard.errors import RunError
 from tailguard.plugins import load_plugins
-from tailguard.population.executor import Job, Outcome
+from tailguard.population.executor import Job, JobOutcome
 from tailguard.population.shared import SharedObject, share
 from tailguard.population.workshop import Workshop
 
@@ -35,12 +35,12 @@ class LocalExecutor:
         self._shared: SharedObject | None = None
         self._pool: ProcessPoolExecutor | None = None
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def run(self, jobs: Sequence[Job]) -> list[JobOutcome]:
         """Do all jobs; what a dead process leaves is done again by others."""
         self.members.mkdir(parents=True, exist_ok=True)
         if self.processes == 1:
             return [self.workshop.perform(job, self.members) for job in jobs]
-        done: dict[int, Outcome] = {}
+        done: dict[int, JobOutcome] = {}
         for _ in range(ATTEMPTS):
             waiting = [job for job in jobs if job.member not in done]
             if not waiting:
@@ -54,11 +54,13 @@ class LocalExecutor:
             )
         return [done[job.member] for job in jobs]
 
-    def _attempt(self, jobs: Sequence[Job]) -> dict[int, Outcome]:
+    def _attempt(self, jobs: Sequence[Job]) -> dict[int, JobOutcome]:
         """Outcomes of the jobs whose process lived to their end, by member."""
         pool = self._started()
         try:
-            tasks: dict[int, Future[Outcome]] = {job.member: pool.submit(_perform, job, self.members) for job in jobs}
+            tasks: dict[int, Future[JobOutcome]] = {
+                job.member: pool.submit(_perform, job, self.members) for job in jobs
+            }
         except BrokenProcessPool:
             self._stop()
             return {}
@@ -91,6 +93,9 @@ class LocalExecutor:
             self._pool.shutdown(wait=True, cancel_futures=True)
         self._pool = None
 
+    def collect(self, member: int, step: int) -> None:
+        """Checkpoints are in the run's folder from the start."""
+
     def close(self) -> None:
         """End the processes."""
         self._stop()
@@ -115,6 +120,6 @@ def _begin(shared: SharedObject, threads: int, plugins: Sequence[str]) -> None:
     _workshop = shared.open()
 
 
-def _perform(job: Job, members: Path) -> Outcome:
+def _perform(job: Job, members: Path) -> JobOutcome:
     assert _workshop is not None
     return _workshop.perform(job, members)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tailguard.errors import RunError
 from tailguard.population.executor import Hyper
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 
 SMALLEST_GROUP = 4
@@ -53,7 +53,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RoundDecision:
     """What changes after a round; members that are not named go on as they are."""
 
     moves: tuple[Move, ...] = ()
@@ -68,7 +68,9 @@ def first_values(settings: PopulationSettings, space: SearchSpace) -> list[dict[
     ]
 
 
-def decide(settings: PopulationSettings, space: SearchSpace, number: int, standings: Sequence[Standing]) -> Decision:
+def decide(
+    settings: PopulationSettings, space: SearchSpace, number: int, standings: Sequence[Standing]
+) -> RoundDecision:
     """The decision after round `number`, counted from 1, on the members that still train."""
     if all(each.failed for each in standings):
         raise RunError(
@@ -77,12 +79,12 @@ def decide(settings: PopulationSettings, space: SearchSpace, number: int, standi
         )
     random = np.random.default_rng([settings.seed, number])
     if settings.strategy == "random":
-        return Decision(stopped=tuple(each.member for each in standings if each.failed))
+        return RoundDecision(stopped=tuple(each.member for each in standings if each.failed))
     if settings.strategy == "halving":
-        return Decision(stopped=halve(settings, number, standings))
+        return RoundDecision(stopped=halve(settings, number, standings))
     if settings.strategy == "mf_pbt" and len(settings.frequencies_used) > 1:
-        return Decision(_several_frequencies(settings, space, number, standings, random))
-    return Decision(_evolve(settings, space, standings, random))
+        return RoundDecision(_several_frequencies(settings, space, number, standings, random))
+    return RoundDecision(_evolve(settings, space, standings, random))
 
 
 def ranked(standings: Sequence[Standing]) -> list[Standing]:

@@ -15,10 +15,10 @@ from tailguard.experiment.build import Experiment, build_learner, trading_env
 from tailguard.experiment.layout import RunLayout
 from tailguard.monitor.callbacks import Callback
 from tailguard.monitor.writers import numbers
-from tailguard.population.executor import Job, Outcome
+from tailguard.population.executor import Job, JobOutcome
 from tailguard.population.hyper import apply, check_same_parts, check_space, put_in_force
-from tailguard.population.judge import Judge, Judgement
-from tailguard.population.settings import PopulationSettings
+from tailguard.population.judge import Judge, MemberScore
+from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 from tailguard.runs.checkpoint import CheckpointStore, data_hashes
 from tailguard.runs.validation import Validation
@@ -57,7 +57,7 @@ class Workshop:
         """A fresh member with these values."""
         return build_learner(apply(self.config, hyper), self.bars, self.config.training.seed + member)
 
-    def perform(self, job: Job, members: Path) -> Outcome:
+    def perform(self, job: Job, members: Path) -> JobOutcome:
         """Do a job: restore, train, judge, store. `members`: the folder of all members' checkpoints."""
         learner = self.build(job.member, job.hyper)
         if job.start:
@@ -70,14 +70,14 @@ class Workshop:
             learner.learn(left, callback=[lines], reset_num_timesteps=False)
         except NonFiniteError as error:
             failed = tuple(lines.metrics)
-            return Outcome(job.member, learner.num_timesteps, float("-inf"), failed, str(error))
+            return JobOutcome(job.member, learner.num_timesteps, float("-inf"), failed, str(error))
         judged = self.judge.judge(learner)
         lines.metrics[-1].update(judged.metrics)
         own = self.store(members, job.member)
         own.folder.mkdir(parents=True, exist_ok=True)
         own.clean()
         own.save(learner)
-        return Outcome(job.member, learner.num_timesteps, judged.score, tuple(lines.metrics))
+        return JobOutcome(job.member, learner.num_timesteps, judged.score, tuple(lines.metrics))
 
     def take_over(self, learner: Learner, job: Job) -> None:
         """Put the job's values in force on a restored state, with streams and optimiser as the job says."""
@@ -87,7 +87,7 @@ class Workshop:
         if job.streams is not None:
             learner.reseed(job.streams)
 
-    def judged(self, learner: Learner) -> Judgement:
+    def judged(self, learner: Learner) -> MemberScore:
         """The learner as it is now, on validation."""
         return self.judge.judge(learner)
 

@@ -101,7 +101,7 @@ class RunFolder(RunLayout):
             if path.is_dir():
                 shutil.rmtree(path)
         # The settings are removed last: a kill in between must leave a folder that still counts as a run.
-        for path in (self.metrics_path, self.seal_path, self.config_path):
+        for path in (self.metrics_path, self.lineage_path, self.seal_path, self.config_path):
             path.unlink(missing_ok=True)
 
     def cut_metrics(self, step: int) -> tuple[int, int]:

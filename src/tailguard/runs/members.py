@@ -123,12 +123,12 @@ def train_members(
             verbose=verbose,
         )
         trained.append(member)
-    agent = _result(trained, validation, members.config, console)
+    agent = combine(trained, validation, members.config, console)
     save_result(agent, run, again)
     return agent
 
 
-def _result(
+def combine(
     members: Sequence[Member], validation: Validation | None, config: RunConfig, console: Console
 ) -> Learner | Ensemble:
     """The learners as one agent, at an exposure that keeps the limit on held-out bars."""

@@ -65,7 +65,7 @@ def train(
         is_resumed = _is_resumed(run, config, replace, resume, ask)
         experiment, members = build_members(config, run, console)
         trained = TrainedRun(folder, config, _untrained_agent(members), experiment.market, experiment.split)
-        _dry_run(trained, console)
+        dry_run(trained, console)
         if not is_resumed:  # only now: settings that cannot be used must not claim the name, nor cost an earlier run
             run.begin(config)
         agent = train_members(
@@ -80,28 +80,28 @@ def train(
         )
         trained = dataclasses.replace(trained, agent=agent)
         with console.status("") as status:
-            result = _evaluate(trained, own_budget(config), lambda name: status.update(f"test     {name}"))
-        note = _record(trained, result)
+            result = evaluate_on_test(trained, own_budget(config), lambda name: status.update(f"test     {name}"))
+        note = record_run(trained, result)
     print_outcome(result, console)
     say(console, f"trials   {note}")
     say(console, f"saved    {run.agent_path}  (curves: tensorboard --logdir {shlex.quote(str(folder))})")
     return result
 
 
-def _evaluate(run: TrainedRun, budget: Budget | None, before_each: Callable[[str], None]) -> RunResult:
+def evaluate_on_test(run: TrainedRun, budget: Budget | None, before_each: Callable[[str], None]) -> RunResult:
     """The agent on the test part beside the baselines, with intervals and the verdict on the budget."""
     summary = evaluate_run(run, run.part("test"), budget, before_each=before_each)
     return RunResult(run.folder, run.agent, summary, run.config.risk.limit is not None)
 
 
-def _dry_run(run: TrainedRun, console: Console) -> None:
+def dry_run(run: TrainedRun, console: Console) -> None:
     """Run the final evaluation on a few bars, so that its errors surface before training."""
     unknown = why_no_optimum(run)
     if unknown is not None:
         say(console, f"note     the planted optimum is unknown for these settings: {unknown}")
     try:
         short = shorten_run(run)
-        result = _evaluate(short, short_budget(own_budget(run.config)), lambda _: None)
+        result = evaluate_on_test(short, short_budget(own_budget(run.config)), lambda _: None)
         print_outcome(result, Console(file=io.StringIO()))
         dry_run_report(short, result.summary)
     except (TailguardError, OSError):
@@ -169,7 +169,7 @@ def build_members(config: RunConfig, run: RunFolder, console: Console) -> tuple[
     return experiment, members
 
 
-def _record(run: TrainedRun, result: RunResult) -> str:
+def record_run(run: TrainedRun, result: RunResult) -> str:
     """Add the run to the record of trials; returns the record's summary in words."""
     trial, path = trial_of(run, result.results[AGENT].metrics["sharpe"]), run.layout.trials_path
     try:
