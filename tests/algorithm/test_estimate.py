@@ -124,7 +124,7 @@ def test_advantages_equal_their_definition(
     for critic in learner.policy.each_critic():  # values that differ as much as after long training
         torch.nn.init.normal_(critic.value.layer.weight, generator=draw)
     rollout_state = learner.state.rollout_state
-    rollout, _ = collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator)
+    rollout, _ = collect(learner.policy, env, rollout_state, learner.observation_scale(), 12, learner.generator)
     views, _ = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates)
     found = estimate(views, rollout, learner.config.estimates, learner.generator)
     assert rollout.terminated.any()
@@ -169,7 +169,7 @@ def test_a_time_limit_bootstraps_from_the_final_observation_fed_once(scripted_en
         head.weight.fill_(1 / small)
         head.bias.zero_()
     rollout, rollout_state = collect(
-        learner.policy, env, learner._begin(), learner._observation_scale(), n_steps, learner.generator
+        learner.policy, env, learner._begin(), learner.observation_scale(), n_steps, learner.generator
     )
     (view,), memory = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates)
     assert view.value[:3, 0].tolist() == pytest.approx([1, 3, 7], abs=2e-3)

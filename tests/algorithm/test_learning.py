@@ -180,7 +180,7 @@ def learned_cvar(env: Walk, iterations: int, **options: Any) -> float:
     learner.learn(iterations * STEPS * env.num_envs)
     start = torch.ones(1, env.num_envs, dtype=torch.bool)
     with torch.no_grad():
-        obs = learner._observation_scale()(env.show(0))
+        obs = learner.observation_scale()(env.show(0))
         (found,) = learner.policy(obs.unsqueeze(0), learner.policy.initial_state(env.num_envs), start).critics
     head = learner.policy.each_critic()[0].distribution
     assert head is not None

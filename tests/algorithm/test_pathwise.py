@@ -71,7 +71,7 @@ def replayed(learner: PathwiseLearner, worth: Any) -> float:
     kept, stream = env.state, env.generator.get_state()
     noise = torch.zeros(learner.config.n_steps, env.num_envs, 1)
     rollout, _ = collect(
-        learner.policy, env, rollout_state, learner._observation_scale(), learner.config.n_steps, learner.generator,
+        learner.policy, env, rollout_state, learner.observation_scale(), learner.config.n_steps, learner.generator,
         act_and_step, noise=noise,
     )  # fmt: skip
     env.state = kept
@@ -135,7 +135,7 @@ def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(
         learner.policy, detached(traced), learner.return_moments, learner.config.estimates, final_obs
     )
     objective, metrics = learner._objective(traced, views, final_obs)
-    scale = learner._observation_scale()
+    scale = learner.observation_scale()
     bias = learner.policy.action_head.linear.bias
     earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
     last = scale(traced.final_obs[-1])

@@ -323,7 +323,7 @@ def test_predict_does_what_the_policy_did(make_learner: Any, scripted_env: Any) 
     learner = make_learner(env, lstm_layers=2, learning_rate=0.02)
     for _ in range(3):
         learner.iterate()
-    rollout_state, scale = learner.state.rollout_state, learner._observation_scale()
+    rollout_state, scale = learner.state.rollout_state, learner.observation_scale()
     rollout, _ = collect(learner.policy, env, rollout_state, scale, 12, learner.generator)
     head = learner.policy.action_head
     expected = head.to_env(head.mode(rollout.dist_params)).detach().numpy()

@@ -17,9 +17,9 @@ def test_rows_are_what_the_environment_said(make_learner: Any, scripted_env: Any
     env = scripted_env(dead_rows=True)
     learner = make_learner(env)
     rollout, rollout_state = collect(
-        learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator
+        learner.policy, env, learner._begin(), learner.observation_scale(), 12, learner.generator
     )
-    following, after = collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator)
+    following, after = collect(learner.policy, env, rollout_state, learner.observation_scale(), 12, learner.generator)
     obs = torch.cat((rollout.obs, following.obs))
     assert torch.equal(obs, env.obs[:24])
     assert torch.equal(torch.cat((rollout.rewards, following.rewards)), env.reward[:24])
@@ -41,7 +41,7 @@ def test_actions_come_from_the_stored_distribution_and_reach_the_environment(
 ) -> None:
     env = scripted_env()
     learner = make_learner(env)
-    rollout, _ = collect(learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
+    rollout, _ = collect(learner.policy, env, learner._begin(), learner.observation_scale(), 12, learner.generator)
     mean, log_std = rollout.dist_params.chunk(2, -1)
     exact = torch.distributions.Normal(mean.double(), log_std.double().exp()).log_prob(rollout.actions.double()).sum(-1)
     torch.testing.assert_close(rollout.log_probs.double(), exact, atol=1e-5, rtol=1e-5)
@@ -58,7 +58,7 @@ def test_memory_is_cleared_for_finished_environments_only_and_stored_before_the_
     """The state stored with a segment, run over its rows by hand, gives the state stored with the next one."""
     env = scripted_env(end_probability=0.15)
     learner = make_learner(env, lstm_layers=layers)
-    agent, scale = learner.policy, learner._observation_scale()
+    agent, scale = learner.policy, learner.observation_scale()
     first, rollout_state = collect(agent, env, learner._begin(), scale, 12, learner.generator)
     second, _ = collect(agent, env, rollout_state, scale, 12, learner.generator)
     assert all(not part.any() for part in first.start_state[0])
@@ -138,7 +138,7 @@ def test_a_reward_in_a_dead_row_is_nothing(make_learner: Any, scripted_env: Any)
     env = scripted_env(dead_rows=True)
     env.reward[~env.valid] = math.nan
     learner = make_learner(env)
-    rollout, _ = collect(learner.policy, env, learner._begin(), learner._observation_scale(), 12, learner.generator)
+    rollout, _ = collect(learner.policy, env, learner._begin(), learner.observation_scale(), 12, learner.generator)
     assert (~rollout.valid).any()
     assert (rollout.rewards[~rollout.valid] == 0).all()
     assert torch.equal(rollout.rewards[rollout.valid], env.reward[:12][rollout.valid])
@@ -182,7 +182,7 @@ def test_a_carry_can_be_collected_from_twice_with_the_same_result(make_learner: 
     for _ in range(2):
         env.row = row
         learner.generator.set_state(stream)
-        found.append(collect(learner.policy, env, rollout_state, learner._observation_scale(), 12, learner.generator))
+        found.append(collect(learner.policy, env, rollout_state, learner.observation_scale(), 12, learner.generator))
     (one, carry_one), (other, carry_other) = found
     assert torch.equal(one.actions, other.actions)
     for part, again in zip(carry_one.state[0], carry_other.state[0], strict=True):

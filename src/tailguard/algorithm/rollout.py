@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tailguard.device_ops import may_hold_any
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
+from tailguard.member_axis import is_logical
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
 
@@ -32,28 +33,21 @@ class ObservationScale:
 
     def finite(self, obs: Tensor) -> Tensor:
         """The same with 0, the mean, for a number that is not finite."""
-        if torch.is_grad_enabled() and obs.requires_grad:
-            made: tuple[Tensor, ...] = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
-            return made[0]
+        if torch.is_grad_enabled() and obs.requires_grad and not is_logical(obs):
+            scaled: Tensor = _Scaled.apply(obs, self.mean, self.std, self.clip)  # type: ignore[no-untyped-call]
+            return scaled
         return self(obs).nan_to_num(0.0, 0.0, 0.0)
 
 
 class _Scaled(torch.autograd.Function):
     """`ObservationScale.finite` as one node of the graph: it is in every bar of a window."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, obs: Tensor, mean: Tensor, std: Tensor, clip: float) -> Tensor:
         scaled = (obs - mean) / std
-        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0), scaled
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1], inputs[2])
-        ctx.clip = inputs[3]
+        ctx.save_for_backward(scaled, std)
+        ctx.clip = clip
+        return scaled.clamp(-clip, clip).nan_to_num(0.0, 0.0, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tailguard.envs.protocol import ActionSpace, Box, Discrete
 from tailguard.errors import ConfigError
+from tailguard.member_axis import is_logical
 from tailguard.models.precision import full_precision
 
 LOG_SQRT_2PI = 0.5 * math.log(2.0 * math.pi)
@@ -248,10 +249,10 @@ class GaussianHead(ActionHead):
         return gaussian_kl(*old.chunk(2, dim=-1), *new.chunk(2, dim=-1)).sum(-1)
 
     def to_env(self, raw: Tensor) -> Tensor:
-        if self.squash and raw.requires_grad:
+        if self.squash and raw.requires_grad and not is_logical(raw):
             box = self._centre, self._half_width, self.low, self.high
-            squashed: tuple[Tensor, ...] = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]
-            return squashed[0]
+            squashed: Tensor = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]
+            return squashed
         action = self._centre + self._half_width * torch.tanh(raw) if self.squash else raw
         return torch.clamp(action, self.low, self.high)  # scaling rounds, and may exceed a bound by the last digit
 
@@ -270,22 +271,13 @@ class GaussianHead(ActionHead):
 class _Squashed(torch.autograd.Function):
     """`GaussianHead.to_env` as one node of the graph: a gradient through the environment meets it at every step."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(
-        raw: Tensor, centre: Tensor, half_width: Tensor, low: Tensor, high: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        raw, centre, half_width, low, high = inputs
         shown = torch.tanh(raw)
         action = centre + half_width * shown
-        return torch.clamp(action, low, high), shown, (action >= low) & (action <= high)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        _, shown, inside = output
-        ctx.mark_non_differentiable(shown, inside)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(shown, inputs[2], inside)
+        ctx.save_for_backward(shown, half_width, (action >= low) & (action <= high))
+        return torch.clamp(action, low, high)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

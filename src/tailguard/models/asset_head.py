@@ -51,8 +51,9 @@ class AssetHead(GaussianHead):
         nn.init.orthogonal_(self.linear.weight, gain=0.01)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, features: Tensor, *, deterministic: bool = False) -> Tensor:
-        """Features [..., H + A·E + A] -> dist_params [..., 2A]."""
+    def output_of(self, features: Tensor) -> Tensor:
+        """Features [..., H + A·E + A] -> means, the spreads' free parameters if they depend on the state, and which
+        assets are listed: [..., (readouts + 1)·A]."""
         assets = (features.shape[-1] - self.memory_size) // (self.token_size + 1)
         remembered, flat, present = torch.split(features, [self.memory_size, assets * self.token_size, assets], dim=-1)
         read = full_precision([self.linear], remembered)[0]
@@ -61,17 +62,16 @@ class AssetHead(GaussianHead):
             tokens = flat.reshape(*flat.shape[:-1], assets, self.token_size).to(queries.dtype)
             # [..., A, E] @ [..., E, readouts] + [..., 1, readouts]
             output = tokens @ queries[..., :-1].transpose(-1, -2) + queries[..., -1].unsqueeze(-2)
-        parts = (*output.unbind(-1), present.to(output.dtype))
-        return self.dist_params_of(torch.cat(parts, dim=-1), deterministic=deterministic)
+        return torch.cat((*output.unbind(-1), present.to(output.dtype)), dim=-1)
 
-    def dist_params_of(self, output: Tensor, *, deterministic: bool = False) -> Tensor:
-        """Means [..., A], the spreads' free parameters [..., A] if they depend on the state, and which are listed."""
+    def mode_of(self, output: Tensor) -> Tensor:
+        mean, *_, present = output.chunk(self.readouts + 1, dim=-1)
+        return mean.masked_fill(present < 0.5, 0.0)
+
+    def dist_params_of(self, output: Tensor) -> Tensor:
         *chosen, present = output.chunk(self.readouts + 1, dim=-1)
         absent = present < 0.5
-        if self.free_log_std is None:
-            free = chosen[1]
-        else:
-            free = (self.free_log_std.detach() if deterministic else self.free_log_std).expand_as(present)
+        free = chosen[1] if self.free_log_std is None else self.free_log_std.expand_as(present)
         # At 0 the spread is the initial one.
         free = free.masked_fill(absent, 0.0)
         log_std = bounded_log_std(free, self.log_std_init, *self.log_std_bounds) + self.exploration
