@@ -25,7 +25,7 @@ from tailguard.algorithm.member_ops import MemberOps
 from tailguard.algorithm.member_state import optimizers, places, replace
 from tailguard.algorithm.recording import ROLLOUT_FINITE, UPDATES_FINITE
 from tailguard.algorithm.runtime import WARMUP, Runtime, cloned
-from tailguard.envs.protocol import FunctionalEnv
+from tailguard.envs.protocol import BlockwiseEnv, FunctionalEnv
 from tailguard.errors import ConfigError
 from tailguard.member_axis import is_logical, stacked
 from tailguard.validate import check_count
@@ -33,10 +33,13 @@ from tailguard.validate import check_count
 Result = TypeVar("Result")
 
 OWN_SETTINGS = frozenset(
-    {"learning_rate", "critic_learning_rate", "clip_range", "entropy_coef", "exploration", "limit", "penalty"}
+    {
+        *("learning_rate", "critic_learning_rate", "clip_range", "entropy_coef", "exploration"),
+        *("risk.limit", "risk.penalty"),
+    }
 )
-"""Settings in which members may differ: their values are tensors."""
-
+"""Settings in which members may differ, by their names in a learner's or in the budget's config: their values are
+tensors."""
 
 COMPILED = ("loss_of_features", "loss_of_critic_features", "act_and_step")
 
@@ -71,7 +74,7 @@ class MemberLearners:
     """The members of a population, as one computation.
 
     `learners`: of one class, with settings that differ in `OWN_SETTINGS` only, each on its own copy of one environment
-        (`tailguard.envs.member_envs`). They must not iterate by themselves any more.
+        (`TradingEnv.sibling`). They must not iterate by themselves any more.
     """
 
     def __init__(self, learners: Sequence[Learner], *, compiles: bool | None = None) -> None:
@@ -151,6 +154,18 @@ class MemberLearners:
                 stream.set_state(state)
             _load_host_state(learner, held[source])
             self.failures[target] = failures[source]
+
+    @torch.no_grad()
+    def reset_optimizer(self, number: int) -> None:
+        """Forget a member's moments, as `Learner.reset_optimizer` does, where they stand."""
+        learner = self.learners[number]
+        for optimizer in optimizers(learner):
+            for moments in optimizer.state.values():
+                for value in moments.values():
+                    value.zero_()
+        if learner.scaler is not None:
+            for parameter in learner.scaler.parameters:
+                learner.scaler.forget(parameter)
 
     # --- iterating --------------------------------------------------------------------------------------------------
 
@@ -324,6 +339,7 @@ def check_members(learners: Sequence[Learner]) -> None:
             raise ConfigError(f"members: {number} is a {type(learner).__name__}, 0 a {type(first).__name__}")
         for setting, mine, theirs in (
             *_differences(first.config, learner.config),
+            *_differences_of_terms(first, learner),
             *_differences_of_risk(first, learner),
         ):
             raise ConfigError(
@@ -336,6 +352,8 @@ def check_members(learners: Sequence[Learner]) -> None:
             f"members: the steps of {type(env).__name__} are not a pure function of tensors (see FunctionalEnv); use "
             "the local or ray executor"
         )
+    if isinstance(env, BlockwiseEnv) and getattr(env, "blocks", None) is not None:
+        raise ConfigError("members: blocks of bars are exchanged for one learner; set data.resident_bars to 0")
     if first.config.on_nonfinite == "skip":
         raise ConfigError("members: on_nonfinite skip looks at every minibatch; set it to stop, or use local or ray")
     if first.robust.adversary != "none" or first.smoothness is not None:
@@ -347,8 +365,14 @@ def _differences(first: Any, other: Any, prefix: str = "") -> Iterable[tuple[str
         mine, theirs = getattr(first, field.name), getattr(other, field.name)
         if dataclasses.is_dataclass(mine) and type(mine) is type(theirs):
             yield from _differences(mine, theirs, f"{prefix}{field.name}.")
-        elif mine != theirs and field.name not in OWN_SETTINGS:
+        elif mine != theirs and f"{prefix}{field.name}" not in OWN_SETTINGS:
             yield f"{prefix}{field.name}", mine, theirs
+
+
+def _differences_of_terms(first: Learner, other: Learner) -> Iterable[tuple[str, Any, Any]]:
+    """A weight of 0 takes its term out of the loss, which is one expression for all members."""
+    if first.config.uses_entropy != other.config.uses_entropy:
+        yield "entropy_coef", first.config.entropy_coef, other.config.entropy_coef
 
 
 def _differences_of_risk(first: Learner, other: Learner) -> Iterable[tuple[str, Any, Any]]:
@@ -356,3 +380,5 @@ def _differences_of_risk(first: Learner, other: Learner) -> Iterable[tuple[str, 
         yield "risk", "off" if first.risk is None else "on", "off" if other.risk is None else "on"
     elif first.risk is not None and other.risk is not None:
         yield from _differences(first.risk.config, other.risk.config, "risk.")
+        if (first.risk.config.limit is None) != (other.risk.config.limit is None):
+            yield "risk.limit", first.risk.config.limit, other.risk.config.limit

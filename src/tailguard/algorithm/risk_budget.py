@@ -134,6 +134,14 @@ class RiskBudget:
             words += f" (env.num_envs={needed} shows {MANY_TAIL_OUTCOMES})"
         return words
 
+    def set_limit(self, limit: float | None, penalty: float) -> None:
+        """Put another limit in force, or another fixed penalty where there is none; λ's gains and window stay."""
+        self.config = self.constraint.config = replace(self.config, limit=limit, penalty=penalty)
+        if limit is not None:
+            self.constraint.limit.fill_(limit)
+        else:
+            self.constraint.multiplier.fill_(penalty)
+
     def episode_parts(self) -> dict[str, Stateful]:
         """What belongs to the episodes under way, by name."""
         parts: dict[str, Stateful] = {"running_losses": self.running}

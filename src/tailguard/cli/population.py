@@ -38,7 +38,9 @@ def population(
         bool, typer.Option("--reset-optimizer", help="An exploiter begins with fresh moments, not its parent's.")
     ] = False,
     population_seed: Annotated[int, typer.Option("--seed", help="Of the decisions; training.seed is the agents'.")] = 0,
-    executor: Annotated[str, typer.Option(help="Where members train: local; auto: what suits the device.")] = "auto",
+    executor: Annotated[
+        str, typer.Option(help="Where members train: local, batched; auto: what suits the device and the space.")
+    ] = "auto",
     processes: Annotated[int, typer.Option(help="Processes of local; 0: one for each core.")] = 0,
     bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
     overrides: Annotated[

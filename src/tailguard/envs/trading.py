@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,6 +149,15 @@ class TradingEnv:
         self.accounts = accounts
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.state: EpisodeState | None = None
+
+    def sibling(self, seed: int) -> TradingEnv:
+        """Other accounts on the same market, whose tensors both use; with a random stream of its own."""
+        if self.blocks is not None:
+            raise ConfigError("resident_bars: blocks are exchanged for one learner's accounts; set it to 0")
+        made = copy.copy(self)
+        made.generator = torch.Generator(self.device).manual_seed(seed)
+        made.state = None
+        return made
 
     @property
     def observation_size(self) -> int:

@@ -186,9 +186,12 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
     )
 
 
-def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Learner:
-    """A fresh learner on these training bars. Settings that cannot fit into memory are refused first."""
-    env = build_env(config, bars, seed)
+def build_learner(config: RunConfig, bars: Bars | PreparedBars, seed: int, other: TradingEnv | None = None) -> Learner:
+    """A fresh learner on these training bars. Settings that cannot fit into memory are refused first.
+
+    `other`: an environment of these settings, on whose market the learner trades too.
+    """
+    env = build_env(config, bars, seed) if other is None else other.sibling(seed)
     check_memory(config, env)
     kind, _ = LEARNERS[config.learner]
     learner: Learner = kind(env, config.chosen, seed=seed, risk=config.risk, robust=config.robust)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,18 +31,27 @@ def _local(workshop: Workshop, members: Path, options: ExecutorOptions) -> Execu
     return LocalExecutor(workshop, members, options.processes)
 
 
-EXECUTORS: dict[str, Maker] = {"local": _local}
+def _batched(workshop: Workshop, members: Path, options: ExecutorOptions) -> Executor:
+    from tailguard.population.batched import BatchedExecutor
+
+    del options  # one process, one device
+    return BatchedExecutor(workshop, members)
+
+
+EXECUTORS: dict[str, Maker] = {"local": _local, "batched": _batched}
 """Makers by name: of the workshop, the folder of the members' checkpoints, and the options."""
 
 
 def make_executor(name: str, workshop: Workshop, members: Path, options: ExecutorOptions) -> Executor:
     """The executor of this name; `auto` is the default of the device."""
     if name == "auto":
-        name = default_executor(workshop.config.training.device)
+        name = default_executor(workshop.config.training.device, workshop.searched)
     check_registered("--executor", name, EXECUTORS, "tailguard.population.executors.EXECUTORS")
     return EXECUTORS[name](workshop, members, options)
 
 
-def default_executor(device: str) -> str:
-    """batched on a GPU where it exists, else local."""
-    return "batched" if device != "cpu" and "batched" in EXECUTORS else "local"
+def default_executor(device: str, searched: Sequence[str]) -> str:
+    """batched on a GPU where the search space allows it, else local."""
+    from tailguard.population.batched import can_batch
+
+    return "batched" if device != "cpu" and all(map(can_batch, searched)) else "local"

@@ -10,6 +10,7 @@ from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import capture
 from tailguard.algorithm.schedules import Schedule
 from tailguard.config import RunConfig, flat_settings, to_dict
+from tailguard.envs.adapt import episode_length_of
 from tailguard.errors import ConfigError
 from tailguard.population.executor import Hyper, Value
 from tailguard.population.space import SearchSpace, check_names
@@ -114,17 +115,15 @@ def _outline(learner: Learner) -> dict[str, Any]:
 
 
 def put_in_force(learner: Learner, config: RunConfig) -> None:
-    """What a restored state would otherwise keep of the settings that it was saved with.
+    """Let a learner go on with the config's values, whatever its state was trained with.
 
     A learner built with the config has its rates, clips, weights, ε and the settings of VGS and UPGD; only the budget's
-    limit and a fixed penalty are part of the state.
+    limit and a fixed penalty are part of a restored state. A learner that lives on, as one of batched members, takes
+    over the settings that are tensors (`OWN_SETTINGS`).
     """
+    learner.config = config.chosen.completed(config.risk, episode_length_of(learner.env))
     if learner.risk is not None:
-        constraint = learner.risk.constraint
-        if config.risk.limit is not None:
-            constraint.limit.fill_(config.risk.limit)
-        else:
-            constraint.multiplier.fill_(config.risk.penalty)
+        learner.risk.set_limit(config.risk.limit, config.risk.penalty)
     learner.set_hyper()
 
 

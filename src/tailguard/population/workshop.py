@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,13 +11,14 @@ from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.config import RunConfig
 from tailguard.envs.prepared_market import MappedBars
+from tailguard.envs.trading import TradingEnv
 from tailguard.experiment.build import Experiment, build_learner, trading_env
 from tailguard.experiment.layout import RunLayout
 from tailguard.monitor.callbacks import Callback
 from tailguard.monitor.writers import numbers
 from tailguard.population.executor import Job, JobOutcome
 from tailguard.population.hyper import apply, check_same_parts, check_space, put_in_force
-from tailguard.population.judge import Judge, MemberScore
+from tailguard.population.judge import Judge
 from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 from tailguard.runs.checkpoint import CheckpointStore, data_hashes
@@ -40,6 +41,8 @@ class Workshop:
     judge: Judge
     hashes: Mapping[str, str]
     """SHA-256 of the bars, which checkpoints are tied to."""
+    searched: tuple[str, ...]
+    """Names of the searched settings."""
 
     @classmethod
     def of(cls, experiment: Experiment, settings: PopulationSettings, space: SearchSpace) -> Self:
@@ -47,37 +50,47 @@ class Workshop:
         config, learner = experiment.config, experiment.learner
         check_space(config, space)
         validation = Validation(learner, experiment.split.validation, config.risk)
-        made = cls(config, trading_env(learner).prepared, Judge(validation, settings.metric), data_hashes(learner.env))
+        judge, hashes = Judge(validation, settings.metric), data_hashes(learner.env)
+        made = cls(config, trading_env(learner).prepared, judge, hashes, space.names)
         for each in space.dimensions:
             for value in each.values:
                 check_same_parts(each.name, value, learner, made.build(0, {each.name: value}))
         return made
 
-    def build(self, member: int, hyper: Mapping[str, Any]) -> Learner:
-        """A fresh member with these values."""
-        return build_learner(apply(self.config, hyper), self.bars, self.config.training.seed + member)
+    def build(self, member: int, hyper: Mapping[str, Any], env: TradingEnv | None = None) -> Learner:
+        """A fresh member with these values. `env`: one on the same market, whose tensors it shares."""
+        return build_learner(apply(self.config, hyper), self.bars, self.config.training.seed + member, env)
 
     def perform(self, job: Job, members: Path) -> JobOutcome:
         """Do a job: restore, train, judge, store. `members`: the folder of all members' checkpoints."""
         learner = self.build(job.member, job.hyper)
         if job.start:
-            self.store(members, job.parent).restore(learner, job.start)
-            self.take_over(learner, job)
+            self.restore(learner, job, members)
         lines = _Lines(job.until)
         try:
             left = self.config.training.total_timesteps - learner.num_timesteps
             # The whole run is the goal, or schedules would start anew in every round.
             learner.learn(left, callback=[lines], reset_num_timesteps=False)
         except NonFiniteError as error:
-            failed = tuple(lines.metrics)
-            return JobOutcome(job.member, learner.num_timesteps, float("-inf"), failed, str(error))
+            return failed_outcome(job.member, learner.num_timesteps, lines.metrics, str(error))
+        return self.finish(learner, job.member, lines.metrics, members)
+
+    def restore(self, learner: Learner, job: Job, members: Path) -> None:
+        """The state that a job goes on from, with the job's values in force."""
+        self.store(members, job.parent).restore(learner, job.start)
+        self.take_over(learner, job)
+
+    def finish(
+        self, learner: Learner, member: int, metrics: Sequence[Mapping[str, float]], members: Path
+    ) -> JobOutcome:
+        """Judge and store a member that has trained to the end of its round. `metrics`: of every iteration."""
         judged = self.judge.judge(learner)
-        lines.metrics[-1].update(judged.metrics)
-        own = self.store(members, job.member)
+        own = self.store(members, member)
         own.folder.mkdir(parents=True, exist_ok=True)
         own.clean()
         own.save(learner)
-        return JobOutcome(job.member, learner.num_timesteps, judged.score, tuple(lines.metrics))
+        lines = (*metrics[:-1], {**metrics[-1], **judged.metrics})
+        return JobOutcome(member, learner.num_timesteps, judged.score, lines)
 
     def take_over(self, learner: Learner, job: Job) -> None:
         """Put the job's values in force on a restored state, with streams and optimiser as the job says."""
@@ -87,13 +100,14 @@ class Workshop:
         if job.streams is not None:
             learner.reseed(job.streams)
 
-    def judged(self, learner: Learner) -> MemberScore:
-        """The learner as it is now, on validation."""
-        return self.judge.judge(learner)
-
     def store(self, members: Path, member: int) -> CheckpointStore:
         """The checkpoints of a member."""
         return CheckpointStore(RunLayout(members / str(member)).path, self.hashes, KEPT)
+
+
+def failed_outcome(member: int, step: int, metrics: Sequence[Mapping[str, float]], why: str) -> JobOutcome:
+    """Of a member whose numbers are not finite."""
+    return JobOutcome(member, step, float("-inf"), tuple(metrics), why)
 
 
 class _Lines(Callback):
