@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tailguard.config import flat_settings, load_config
+from tailguard.population.space import SearchSpace
 
 from .blocks import ROOT, RUN, Block, blocks, pages
 from .conftest import Command, Given, quick
@@ -114,6 +115,8 @@ class Reader:
             learner = "ppo" if "learner=ppo" in arguments else "pathwise"
             own = any("features" in part for part in arguments) or self._features_in(arguments)
             return [*arguments, *quick(learner, features=not own)]
+        if arguments[0] == "population" and "--resume" not in arguments:
+            return [*arguments, *quick(), "--members", "2", "--rounds", "2", "--processes", "1"]
         return arguments
 
     def _check_settings(self, arguments: list[str], small: list[str]) -> None:
@@ -135,7 +138,10 @@ class Reader:
     def yaml(self, block: Block) -> None:
         file = self.folder / (block.file or "run.yaml")
         file.write_text(block.text, encoding="utf-8")
-        load_config(file)
+        if file.name == "space.yaml":
+            SearchSpace.read(file)
+        else:
+            load_config(file)
 
     def json(self, block: Block) -> None:
         for line in block.text.splitlines():
