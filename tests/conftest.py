@@ -28,6 +28,10 @@ from tailguard.data.synthetic import make_market
 
 PanelMaker = Callable[..., Panel]
 
+# vectorbt as plain Python: compiling it takes far longer than the few thousand orders of the tests. Numba reads this
+# once, on import, and modules that were imported otherwise cannot be mixed.
+os.environ["NUMBA_DISABLE_JIT"] = "1"
+
 # Hypothesis draws the same examples in every run, and no slow machine fails a test by its deadline.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")

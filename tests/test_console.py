@@ -85,4 +85,4 @@ def test_the_scan_knows_the_commands() -> None:
     known = commands(typer.main.get_command(app))
     assert {"train", "data prepare", "report", "compare"} <= set(known)
     assert "--walk-forward" in known["train"]
-    assert [name for name, options in known.items() if "--yes" in options] == ["train", "data prepare"]
+    assert [name for name, options in known.items() if "--yes" in options] == ["train", "population", "data prepare"]

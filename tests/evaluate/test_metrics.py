@@ -29,10 +29,8 @@ def equity(returns: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def empyrical() -> ModuleType:
-    """empyrical's formulas as vectorbt carries them, uncompiled."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NUMBA_DISABLE_JIT", "1")
-        return pytest.importorskip("vectorbt").returns.nb
+    """empyrical's formulas as vectorbt carries them."""
+    return pytest.importorskip("vectorbt").returns.nb
 
 
 def test_figures_equal_empyricals(returns: np.ndarray, equity: np.ndarray, empyrical: ModuleType) -> None:
@@ -226,8 +224,6 @@ def test_drawdowns_by_hand() -> None:
 
 
 def test_drawdowns_are_those_of_vectorbt() -> None:
-    numba = pytest.importorskip("numba")
-    numba.config.DISABLE_JIT = True
     vectorbt = pytest.importorskip("vectorbt")
     equity = np.cumprod(1 + np.random.default_rng(3).normal(0.001, 0.01, 800))
     theirs = vectorbt.Drawdowns.from_ts(pd.Series(equity)).records

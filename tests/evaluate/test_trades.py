@@ -58,8 +58,6 @@ def test_trades_by_hand(prices) -> None:
 @pytest.mark.parametrize("assets", [1, 3])
 def test_trades_of_random_targets_are_vectorbts_positions(assets: int) -> None:
     """Resized, reversed and closed at random, with a fee."""
-    numba = pytest.importorskip("numba")
-    numba.config.DISABLE_JIT = True
     vectorbt = pytest.importorskip("vectorbt")
     bars = tg.make_market(300, assets=assets, seed=4).bars
     panel = bars.panel("portfolio")

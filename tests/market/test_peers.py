@@ -22,9 +22,6 @@ TOLERANCE = 1e-9
 
 @pytest.fixture(scope="module")
 def vectorbt() -> ModuleType:
-    """vectorbt as plain Python: compiling it takes far longer than these few thousand orders."""
-    numba = pytest.importorskip("numba")
-    numba.config.DISABLE_JIT = True
     return pytest.importorskip("vectorbt")
 
 

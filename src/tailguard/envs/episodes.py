@@ -115,7 +115,9 @@ class TradingTask:
     def observe(self, state: EpisodeState, account: Sequence[Tensor] | None = None) -> Tensor:
         """The agent's observation at the close of the current bar, [N, O] float32; `account`: its fields, if known."""
         fields = torch.stack(tuple(self.account(state) if account is None else account), dim=1)
-        known = self.features.index_select(0, state.market.row).float()
+        known = self.features.index_select(0, state.market.row)
+        if known.dtype == torch.bfloat16:
+            known = known.float()
         return torch.cat((known, state.market.weights.to(known.dtype), fields.to(known.dtype)), dim=1)
 
     def to_weights(self, action: Tensor) -> Tensor:
