@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("population",),
     ("live",),
+    ("audit",),
     ("bench",),
     ("cli",),
     ("__init__",),
@@ -283,7 +284,7 @@ def test_no_pickle_and_no_unsafe_loading_anywhere() -> None:
 
 RUN_FILES = {
     *("config.yaml", "settings.json", "settings.yaml", "metrics.jsonl", "trials.jsonl", "report.html"),
-    "robustness.html",
+    *("robustness.html", "audit.html", "audit.json", "audit.sarif"),
     *("walk_forward.json", "walk_forward.html", "tensorboard", "checkpoints", "latest", ".lock"),
 }
 AMBIGUOUS = {"agent", "members", "runs"}

@@ -155,6 +155,24 @@ def _value(option: Any) -> str:
     )
 
 
+def checks() -> str:
+    """A section for every group of checks of the audit: question, why it matters, what to do."""
+    from tailguard.audit.audit_page import GROUPS
+    from tailguard.audit.auditor import all_checks
+
+    parts = []
+    for letter, heading in GROUPS.items():
+        rows = [check for check in all_checks() if check.id[0] == letter and "." not in check.id]
+        if rows:
+            table = ["| check | question | why it matters | what to do |", "|---|---|---|---|"]
+            for check in rows:
+                when = "".join([" · fast" if check.fast else "", " · of a run" if check.of_run else ""])
+                cells = [_cell(text) for text in (check.question, check.why, check.remedy)]
+                table.append(f"| **{check.id}**{when} | {' | '.join(cells)} |")
+            parts.append("\n".join([f"### {heading}", "", *table]))
+    return "\n\n".join(parts) + "\n"
+
+
 def api(module: str) -> str:
     """Every public name of a module; constants without their values."""
     names = public_names(module)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import tailguard as tg
+from tailguard.audit.auditor import all_checks
 from tailguard.config import RunConfig, flat_settings, to_dict
 
 from .blocks import ROOT, pages
@@ -110,3 +111,14 @@ def test_the_site_fetches_nothing() -> None:
     assert not re.search(r"url\((?!['\"]?data:)", (DOCS / "style.css").read_text(encoding="utf-8"))
     for page in Path(DOCS).rglob("*.md"):
         assert not re.search(r"(<script|<link|!\[[^\]]*\]\(https?:)", page.read_text(encoding="utf-8")), page
+
+
+def test_every_check_of_the_audit_is_on_its_page(reference: Any) -> None:
+    assert "<!-- generated: checks -->" in (DOCS / "audit.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \*\*([A-Z]\d+)\*\*.*?\| (.+?) \| (.+?) \| (.+?) \|$", reference.checks(), re.MULTILINE)
+    checks = [check for check in all_checks() if "." not in check.id]
+    assert sorted(row[0] for row in rows) == sorted(check.id for check in checks)
+    for name, question, why, remedy in rows:
+        check = next(check for check in checks if check.id == name)
+        assert (question, why) == (reference._cell(check.question), reference._cell(check.why))
+        assert len(remedy) > 10

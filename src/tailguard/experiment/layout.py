@@ -11,6 +11,7 @@ runs/
     lineage.jsonl              judgements and decisions of a population
     agent/                     the result
     report.html robustness.html population.html
+    audit.html audit.json audit.sarif
     live/KILL                  the kill switch: nothing is sent while it is there
     live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
@@ -46,6 +47,9 @@ LINEAGE = "lineage.jsonl"
 POPULATION_PAGE = "population.html"
 REPORT = "report.html"
 ROBUSTNESS = "robustness.html"
+AUDIT_PAGE = "audit.html"
+AUDIT = "audit.json"
+AUDIT_SARIF = "audit.sarif"
 
 LIVE = "live"
 KILL = "KILL"
@@ -129,6 +133,19 @@ class RunLayout:
     def robustness_path(self) -> Path:
         """The page of `tailguard backtest --feed` and `--attack`."""
         return self.path / ROBUSTNESS
+
+    @property
+    def audit_page_path(self) -> Path:
+        return self.path / AUDIT_PAGE
+
+    @property
+    def audit_path(self) -> Path:
+        """The answers of the last `tailguard audit RUN`, which the report shows."""
+        return self.path / AUDIT
+
+    @property
+    def audit_sarif_path(self) -> Path:
+        return self.path / AUDIT_SARIF
 
     @property
     def kill_path(self) -> Path:

@@ -109,8 +109,8 @@ class Page:
         self.add(f'<table class="facts"><tbody>{rows}</tbody></table>')
 
     def html(self, title: str) -> str:
-        """The whole document. Its content security policy allows only its own two scripts and no requests."""
-        scripts = (get_plotlyjs(), read("page.js"))
+        """The whole document. Its content security policy allows only its own scripts and no requests."""
+        scripts = (*([get_plotlyjs()] if self.charts else []), read("page.js"))
         allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
         policy = (
             f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
