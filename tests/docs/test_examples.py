@@ -116,7 +116,8 @@ class Reader:
             own = any("features" in part for part in arguments) or self._features_in(arguments)
             return [*arguments, *quick(learner, features=not own)]
         if arguments[0] == "population" and "--resume" not in arguments:
-            return [*arguments, *quick(), "--members", "2", "--rounds", "2", "--processes", "1"]
+            steps = ["--set", "training.total_timesteps=512"]  # a rollout for each round
+            return [*arguments, *quick(), *steps, "--members", "2", "--rounds", "2", "--processes", "1"]
         return arguments
 
     def _check_settings(self, arguments: list[str], small: list[str]) -> None:

@@ -111,6 +111,7 @@ def test_a_finished_population_gives_another_agent_without_training(
         (["--search", "space.yaml"], (*SMALL, "training.patience=3"), "training.patience"),
         (["--search", "other.yaml"], SMALL, "Did you mean pathwise.learning_rate?"),
         (["--search", "space.yaml", "--metric", "cvar"], SMALL, "risk.limit is not set"),
+        (["--search", "space.yaml", "--rounds", "9"], SMALL, "shorter than a rollout, which takes 128 steps here"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_anything_is_written(

@@ -79,6 +79,7 @@ def train_population(
         dry_run(trained, console)
         executor = make_executor(plan.executor, workshop, run.members_path, plan.options)
         try:
+            check_rounds(built.first, config.training.total_timesteps, plan.settings.rounds)
             if not goes_on:  # only now, as for a single run: what cannot be used must not claim the name
                 run.begin(config)
             pbt = _evolve(run, config, plan, executor, console)
@@ -113,6 +114,17 @@ def _check(config: RunConfig) -> None:
         )
     if config.training.patience:
         raise ConfigError("training.patience: a population ends after its rounds; set it to 0")
+
+
+def check_rounds(learner: Learner, total_timesteps: int, rounds: int) -> None:
+    """Refuse rounds shorter than a rollout: members would be judged again without having learned anything."""
+    rollout = learner.config.n_steps * learner.env.num_envs
+    if total_timesteps < rounds * rollout:
+        raise ConfigError(
+            f"--rounds {rounds}: a round of {total_timesteps:,} / {rounds} steps is shorter than a rollout, which takes "
+            f"{rollout:,} steps here. Choose at most {max(1, total_timesteps // rollout)} rounds, or raise "
+            f"training.total_timesteps to {rounds * rollout:,}"
+        )
 
 
 def _alone(config: RunConfig) -> RunConfig:
