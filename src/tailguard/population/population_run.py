@@ -121,8 +121,8 @@ def check_rounds(learner: Learner, total_timesteps: int, rounds: int) -> None:
     rollout = learner.config.n_steps * learner.env.num_envs
     if total_timesteps < rounds * rollout:
         raise ConfigError(
-            f"--rounds {rounds}: a round of {total_timesteps:,} / {rounds} steps is shorter than a rollout, which takes "
-            f"{rollout:,} steps here. Choose at most {max(1, total_timesteps // rollout)} rounds, or raise "
+            f"--rounds {rounds}: a round of {total_timesteps:,} / {rounds} steps is shorter than a rollout, which "
+            f"takes {rollout:,} steps here. Choose at most {max(1, total_timesteps // rollout)} rounds, or raise "
             f"training.total_timesteps to {rounds * rollout:,}"
         )
 
