@@ -310,30 +310,32 @@ def test_whole_episodes_have_the_tails_exact_gradient() -> None:
     assert float(found) / slope_of_weight == pytest.approx(0.36254, rel=0.03)
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_one_bet_ends_at_its_closed_form(seed: int) -> None:
-    """Limit .25, μ .05, σ .2, α .05: w* = .68957, λ* = .13791; 100 updates of 4,096 episodes."""
+def one_bet(seed: int) -> tuple[float, float]:
+    """Weight and multiplier, means of the last 25 of 100 updates of 4,096 episodes."""
     env = BetsEnv(4096)
     learner = PathwiseLearner(
         env, n_steps=1, critic_epochs=0, memory="none", hidden=(), critic="scalar", seed=seed,
-        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=1.0, ki=0.03),
-        learning_rate="exponential:0.2:0.01",
+        risk=tg.RiskConfig(limit=-0.25, alpha=0.05, margin=0.0, window=4096, kp=1.5, ki=0.06),
+        learning_rate="exponential:0.3:0.01",
     )  # fmt: skip
     weights, multipliers = [], []
-
-    def note(*_: Any) -> bool:
-        action, _state = learner.predict(env.reset()[:1].numpy(), deterministic=True)
-        weights.append(float(action[0, 0]))
-        multipliers.append(learner.metrics["risk/lambda"])
-        return True
-
     for update in range(100):
         learner.state.progress = update / 100
-        learner.metrics = learner.iterate()
-        note()
-    # The tail of 4,096 episodes is known to 2 %, and λ follows it by kp: more gain moves w sooner and makes λ noisier.
-    assert np.mean(weights[50:]) == pytest.approx(0.68957, rel=0.035)
-    assert np.mean(multipliers[50:]) == pytest.approx(0.13791, rel=0.06)
+        multipliers.append(learner.iterate()["risk/lambda"])
+        action, _state = learner.predict(env.reset()[:1].numpy(), deterministic=True)
+        weights.append(float(action[0, 0]))
+    return float(np.mean(weights[75:])), float(np.mean(multipliers[75:]))
+
+
+def test_one_bet_ends_at_its_closed_form() -> None:
+    """Limit .25, μ .05, σ .2, α .05: w* = .68957, λ* = .13791; within 1 and 5 % in the mean of four seeds.
+
+    The tail of 4,096 episodes is known to 2 %, and λ follows it by kp: one seed's mean is known to 1 and 5 % only.
+    """
+    found = np.array([one_bet(seed) for seed in range(10, 14)])
+    assert found.mean(0) == pytest.approx([0.68957, 0.13791], rel=0.05)
+    assert found[:, 0].mean() == pytest.approx(0.68957, rel=0.01)
+    assert found[:, 0] == pytest.approx(0.68957, rel=0.025)
 
 
 @pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
