@@ -32,6 +32,9 @@ PanelMaker = Callable[..., Panel]
 # once, on import, and modules that were imported otherwise cannot be mixed.
 os.environ["NUMBA_DISABLE_JIT"] = "1"
 
+# Started with nohup, a process ignores hang-ups, and so does every process that a test starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 # Hypothesis draws the same examples in every run, and no slow machine fails a test by its deadline.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
