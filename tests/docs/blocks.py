@@ -1,7 +1,8 @@
-"""The code blocks of a Markdown page: what a reader would copy."""
+"""The code blocks of a Markdown page and the cells of a notebook: what a reader would copy or run."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,11 +47,26 @@ class Block:
 def pages() -> list[Path]:
     """Every page with code that a reader may copy."""
     top = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md")]
-    return [*top, *sorted(page for page in (ROOT / "docs").rglob("*.md"))]
+    notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
+    return [*top, *sorted(page for page in (ROOT / "docs").rglob("*.md")), *notebooks]
+
+
+def cells(notebook: Path) -> Iterator[Block]:
+    """The code cells of a notebook: commands after an exclamation mark, or Python. `line` is the cell's number."""
+    for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"], 1):
+        if cell["cell_type"] == "code":
+            text = "".join(cell["source"])
+            language = "bash" if text.startswith("!") else "python"
+            # `| cat` makes the command print plain lines where a terminal would show a progress bar.
+            text = re.sub(r"^!(.*?)(?: \| cat)?$", r"\1", text, flags=re.MULTILINE) if language == "bash" else text
+            yield Block(notebook, number, language, text, not_run=None)
 
 
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
+    if page.suffix == ".ipynb":
+        yield from cells(page)
+        return
     for found in FENCE.finditer(text):
         indent, language, code = found.groups()
         marker = MARKER.search(text[: found.start()])
