@@ -138,3 +138,19 @@ def test_fast_is_a_part_of_the_whole() -> None:
     assert not any(check.of_run for check in whole)
     assert [check.id for check in chosen_checks(only=["T1"])] == ["T1"]
     assert {check.id[0] for check in chosen_checks(only=["T"])} == {"T"}
+
+
+def test_checks_run_on_one_thread_and_leave_the_process_as_many_as_before(own_checks: None) -> None:  # noqa: ARG001
+    @register_check("own.threads", "On one thread?", why="Because.", remedy="Repair it.", replaces=True)
+    def threads(subject: Subject) -> Measurement:  # noqa: ARG001
+        return at_most("threads", torch.get_num_threads(), 1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        report = audit(Subject(), only=["own.threads"])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+        del CHECKS["own.threads"]
+    assert report.results[0].verdict == "ok"

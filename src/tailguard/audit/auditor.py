@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import platform
 import time
 import traceback
@@ -16,13 +17,11 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from tailguard import audit as room
 from tailguard._version import __version__
 from tailguard.audit.registry import CHECKS, AuditCheck, CheckVerdict, Measurement, in_order
 from tailguard.audit.subject import Subject
 from tailguard.errors import ConfigError
-
-MODULES = ("connections", "trajectories", "formulas", "promises")
-"""Modules of this room that register checks."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ class AuditReport:
 
 def all_checks() -> list[AuditCheck]:
     """Every registered check, those of plugins included, in the order of a report."""
-    for module in MODULES:
-        import_module(f"tailguard.audit.{module}")
+    for module in pkgutil.iter_modules(room.__path__):
+        import_module(f"{room.__name__}.{module.name}")
     return in_order(CHECKS.values())
 
 
@@ -149,7 +148,7 @@ def audit(
 def run_check(check: AuditCheck, subject: Subject) -> AuditResult:
     """One check's answer. A check that raises has failed, and says what it raised."""
     began = time.perf_counter()
-    with _own_streams(subject.seed), warnings.catch_warnings():
+    with _own_streams(subject.seed), _one_thread(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             measurement = check.measure(subject)
@@ -171,3 +170,14 @@ def _own_streams(seed: int) -> Iterator[None]:
             yield
         finally:
             np.random.set_state(state)  # noqa: NPY002
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The networks of checks are tiny: threads would mostly wait for each other, on a busy machine for minutes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
