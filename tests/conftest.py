@@ -26,6 +26,8 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
 from tailguard.data.synthetic import make_market
 
+from .browser import AVAILABLE, Browser
+
 PanelMaker = Callable[..., Panel]
 
 # vectorbt as plain Python: compiling it takes far longer than the few thousand orders of the tests. Numba reads this
@@ -233,3 +235,11 @@ def prepare_panel() -> Callable[..., PreparedBars]:
         return PreparedBars(panel, values, names, np.ones(panel.rows, bool), scaler)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def browser() -> type[Browser]:
+    """The browser; tests that need it are skipped where there is none."""
+    if not AVAILABLE:
+        pytest.skip("needs chromium and chromedriver")
+    return Browser

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +29,7 @@ from tailguard.live.journal import JournalError, read_records
 from tailguard.live.opening import LiveSource, open_session, verify_session
 from tailguard.live.screen import render
 from tailguard.live.session import Killed
+from tailguard.live.view import session_view
 from tailguard.runs.runner import train
 
 SMALL = (
@@ -58,6 +64,7 @@ def run(trained_folder: Path, tmp_path: Path) -> Path:
 
 
 Cli = Callable[..., str]
+MAIN = "from tailguard.cli import main; main()"
 
 
 @pytest.fixture
@@ -148,7 +155,6 @@ def test_a_kill_by_command_stops_and_a_release_goes_on(run: Path, cli: Cli) -> N
 
 def test_a_signal_trips_the_switch(run: Path) -> None:
     import os
-    import signal
 
     from tailguard.cli.live import _signals, _Stopping
 
@@ -216,15 +222,36 @@ def test_options_that_make_no_sense_are_refused(run: Path, cli: Cli, tmp_path: P
     assert result.exit_code == 2
 
 
+def test_the_page_of_a_process_shows_its_session_until_it_ends(run: Path) -> None:
+    """A real process with --page: its address is printed, its numbers are those of the journal."""
+    command = [sys.executable, "-c", MAIN, "live", str(run), "--seconds", "0.05", "--page", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        address = process.stdout.readline().split()[-1]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+        view = None
+        while view is None or len(view.get("curve", ())) < 5:
+            assert process.poll() is None
+            with urllib.request.urlopen(f"{address}state.json", timeout=60) as answer:
+                view = json.loads(answer.read())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    decided = {record["bar"]: record for record in journal_of(run, "shadow") if record["kind"] == "decision"}
+    for closed, equity, low, high in view["curve"]:
+        assert equity == low == high == decided[closed - 3_600_000]["equity"]
+    assert view["positions"][0]["target"] == decided[view["closed_ms"] - 3_600_000]["target"][0]
+    assert view["state"] == "trading"
+    assert f"{run} --mode shadow --release" in view["command"]
+
+
 def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
     opened = open_session(run, "paper", LiveSource(), {"order_notional": 1e-6, "slippage": 0.1})
     session = opened.session
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(render(session))
+    console.print(render(session_view(session, "tailguard live RUN --release")))
     session.start()
     for _ in range(3):
         session.on_bar(opened.source.next_bar())
-    console.print(render(session))
+    console.print(render(session_view(session, "tailguard live RUN --release")))
     session.ledger.journal.close()
     shown = console.export_text()
     decision = session.ledger.state.last_decision

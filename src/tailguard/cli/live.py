@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import getpass
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,6 +18,7 @@ from tailguard.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     from tailguard.live.kill import KillSwitch
+    from tailguard.live.page_server import PageServer
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run, like runs/demo.")]
 
@@ -42,6 +43,10 @@ def live(
     guard: Annotated[
         list[str] | None, typer.Option(help="Change a limit: --guard drawdown=0.1. docs/live.md lists them.")
     ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option(help="Show the session on this port of 127.0.0.1, too, read-only; 0 takes a free port."),
+    ] = None,
     release: Annotated[
         bool, typer.Option("--release", help="Go on after a kill or a freeze. Look at the account first.")
     ] = False,
@@ -53,6 +58,7 @@ def live(
     """Let a run's agent decide bar by bar, in shadow or on paper. Orders to an exchange are not offered."""
     from rich.console import Console
 
+    from tailguard.live.display import WatchedSource, shown
     from tailguard.live.opening import LiveSource, open_session, verify_session
     from tailguard.live.screen import line
     from tailguard.live.session import Killed
@@ -65,21 +71,25 @@ def live(
         return
     stopping = _Stopping()
     source = LiveSource(data, exchange, tuple(symbol or ()), seconds)
-    opened = open_session(
-        run, mode, source, _limits(guard or []), stop=lambda: stopping.asked, trust_plugins=trust_plugins
-    )
-    session = opened.session
-    with session.ledger.journal:
-        if release:
-            session.release(getpass.getuser())
-            say(console, "released  guards and kill switch are reset")
-        with _signals(stopping, session.kill), _shown(session, console) as show:
-            try:
-                session.start()
-                show()
-                session.run(_Watched(opened.source, show), stop=lambda: stopping.asked)
-            except Killed as error:
-                raise RunError(f"{run}: {error}") from None
+    with _server(page) as server:
+        opened = open_session(
+            run, mode, source, _limits(guard or []), stop=stopping.is_asked, trust_plugins=trust_plugins
+        )
+        session, command = opened.session, f"tailguard live {run} --mode {mode} --release"
+        if server is not None:
+            say(console, f"page      {server.url}")
+        with session.ledger.journal, shown(session, command, console, server) as display:
+            # A source that waits asks again and again whether to stop: the age of the last bar stays true.
+            stopping.beat = display.refresh
+            if release:
+                session.release(getpass.getuser())
+                say(console, "released  guards and kill switch are reset")
+            with _signals(stopping, session.kill):
+                try:
+                    session.start()
+                    session.run(WatchedSource(opened.source, display), stop=stopping.is_asked)
+                except Killed as error:
+                    raise RunError(f"{run}: {error}") from None
         say(console, line(session))
         say(console, f"journal   {session.ledger.journal.path}")
 
@@ -118,6 +128,12 @@ class _Stopping:
     """Whether a clean end was asked for."""
 
     asked = False
+    beat: Callable[[], None] = staticmethod(lambda: None)
+    """Called whenever somebody wants to know."""
+
+    def is_asked(self) -> bool:
+        self.beat()
+        return self.asked
 
 
 @contextmanager
@@ -140,26 +156,13 @@ def _signals(stopping: _Stopping, switch: KillSwitch) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Watched:
-    """A source of bars that updates the screen before each bar."""
-
-    def __init__(self, source: Any, show: Any) -> None:
-        self.source, self.show = source, show
-
-    def next_bar(self) -> Any:
-        self.show()
-        return self.source.next_bar()
-
-
 @contextmanager
-def _shown(session: Any, console: Any) -> Iterator[Any]:
-    """The screen in a terminal; elsewhere nothing until the end."""
-    from rich.live import Live
+def _server(port: int | None) -> Iterator[PageServer | None]:
+    """The page's server, where one is asked for."""
+    from tailguard.live.page_server import PageServer
 
-    from tailguard.live.screen import render
-
-    if not console.is_terminal:
-        yield lambda: None
+    if port is None:
+        yield None
         return
-    with Live(render(session), console=console, auto_refresh=False) as screen:
-        yield lambda: screen.update(render(session), refresh=True)
+    with PageServer(port) as server:
+        yield server

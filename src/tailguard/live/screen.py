@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tailguard.live.journal import Record
 from tailguard.live.session import Session
+from tailguard.live.view import View
 
 
-def render(session: Session) -> RenderableType:
+def render(view: View) -> RenderableType:
     """Position, target, equity, budget used, distance to the guards, age of the last bar and the last decision."""
-    state, config, now = session.ledger.state, session.config, session.clock.now()
-    decision = state.last_decision
     head = Table.grid(padding=(0, 2))
-    head.add_row("session", config.run)
-    head.add_row("mode", config.mode)
-    if decision is None:
+    head.add_row("session", view["run"])
+    head.add_row("mode", view["mode"])
+    if view["decision"] is None:
         head.add_row("state", "waiting for the first bar")
-        return head
-    equity = decision["equity"]
-    closed = decision["bar"] + config.bar_ms
-    head.add_row("last bar", f"{_moment(closed)} UTC, closed {max(0, now - closed) / 1000:,.0f} s ago")
-    head.add_row("equity", f"{equity:.4f}, {equity * config.capital:,.2f} in money")
-    head.add_row("decision", "closes all: features warm up" if decision["flat"] else _decision(decision))
-    open_orders = len(state.open_intents)
+        return Group(head, *_alarms(view))
+    head.add_row("last bar", f"{moment(view['closed_ms'])} UTC, closed {view['age_s']:,.0f} s ago")
+    head.add_row("equity", f"{view['equity']:.4f}, {view['money']:,.2f} in money")
+    head.add_row("decision", decision_text(view["decision"]))
+    open_orders = len(view["orders"])
     head.add_row("orders", f"{open_orders} with an unknown outcome" if open_orders else "all known")
     positions = Table("symbol", "weight", "target", "ours", "not ours")
-    for place, symbol in enumerate(config.symbols):
-        positions.add_row(
-            symbol,
-            f"{decision['weights'][place]:+.4f}",
-            f"{decision['target'][place]:+.4f}",
-            f"{float(state.ours[symbol]):+g}",
-            f"{float(state.foreign[symbol]):+g}" if state.foreign[symbol] else "",
-        )
-    limits = Table("guard", "used", "")
-    for name, share in session.guards.distances(equity, state, now).items():
-        limits.add_row(name, f"{share:.0%}", _meter(share))
-    alarms = [Text(f"{guard}: {message}", style="bold red") for guard, message in state.frozen.items()]
-    if alarms:
-        alarms.insert(0, Text("increases are frozen until a person runs this command with --release", style="red"))
-    if state.killed is not None:
-        alarms.insert(0, Text(f"killed: {state.killed}", style="bold red"))
-    return Group(head, positions, limits, *alarms)
+    for row in view["positions"]:
+        target = "held" if row["target"] is None else f"{row['target']:+.4f}"
+        foreign = f"{row['foreign']:+g}" if row["foreign"] else ""
+        positions.add_row(Text(row["symbol"]), f"{row['weight']:+.4f}", target, f"{row['ours']:+g}", foreign)
+    limits = Table("limit", "used", "")
+    budget = view["budget"]
+    if budget is not None:
+        limits.add_row(f"budget, bar {budget['age']} of {budget['window']}", *_used(budget["used"]))
+    for row in view["limits"]:
+        limits.add_row(row["name"], *_used(row["used"]))
+    return Group(head, positions, limits, *_alarms(view))
 
 
 def line(session: Session) -> str:
@@ -56,20 +47,32 @@ def line(session: Session) -> str:
         return f"{session.config.run}: no decision yet"
     frozen = f", frozen by {', '.join(state.frozen)}" if state.frozen else ""
     target = ", ".join(f"{weight:+.4f}" for weight in decision["target"])
-    return f"{_moment(decision['bar'])}  equity {decision['equity']:.6f}  target {target}{frozen}"
+    return f"{moment(decision['bar'])}  equity {decision['equity']:.6f}  target {target}{frozen}"
 
 
-def _decision(decision: Record) -> str:
-    text = f"made at the close of the bar of {_moment(decision['bar'])}"
+def decision_text(decision: dict[str, Any]) -> str:
+    """When the decision was made and what reduced it."""
+    if decision["flat"]:
+        return "closes all: features warm up"
+    text = f"made at the close of {moment(decision['made_ms'])}"
     if decision["throttle"] < 1:
         text += f", throttled to {decision['throttle']:.0%}"
     return text + (", reduced by the shield" if decision["shielded"] else "")
 
 
-def _meter(share: float, width: int = 20) -> Text:
+def _alarms(view: View) -> list[Text]:
+    lines = [Text(f"{guard}: {message}", style="bold red") for guard, message in view["frozen"].items()]
+    if lines:
+        lines.insert(0, Text(f"increases are frozen until a person runs {view['command']}", style="red"))
+    if view["killed"] is not None:
+        lines.insert(0, Text(f"killed: {view['killed']}", style="bold red"))
+    return lines
+
+
+def _used(share: float, width: int = 20) -> tuple[str, Text]:
     full = min(width, round(width * max(share, 0.0)))
-    return Text("█" * full + "·" * (width - full), style="red" if share > 0.8 else "green")
+    return f"{share:.0%}", Text("█" * full + "·" * (width - full), style="red" if share > 0.8 else "green")
 
 
-def _moment(time_ms: int) -> str:
+def moment(time_ms: int) -> str:
     return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M")

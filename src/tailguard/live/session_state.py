@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any
 
 from tailguard.live.bar_history import LiveBar
+from tailguard.live.equity_curve import EquityCurve
 from tailguard.live.journal import Journal, Record
 
 RECENT = 512
@@ -81,6 +82,10 @@ class LiveState:
     outcomes: deque[float] = field(default_factory=lambda: deque(maxlen=10_000))
     """Returns of the finished windows of the budget."""
     alarms: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
+    curve: EquityCurve = field(default_factory=EquityCurve)
+    """Equity at all decisions, thinned for a chart."""
+    ended: bool = False
+    """Whether the last session ended by itself, with its bars or on demand."""
 
     @property
     def open_intents(self) -> list[Intent]:
@@ -95,10 +100,11 @@ class LiveState:
         self.ours = {symbol: Decimal(0) for symbol in record["symbols"]}
         self.foreign = dict(self.ours)
 
-    def _on_resume(self, record: Record) -> None:
-        pass
+    def _on_resume(self, _: Record) -> None:
+        self.ended = False
 
-    _on_stop = _on_resume
+    def _on_stop(self, _: Record) -> None:
+        self.ended = True
 
     def _on_bar(self, record: Record) -> None:
         self.bars.append(LiveBar.from_dict(record))
@@ -107,6 +113,7 @@ class LiveState:
         self.last_decision = record
         equity = record["equity"]
         self.peak_equity = max(self.peak_equity, equity)
+        self.curve.add(record["bar"], equity)
         if record["flat"]:
             return
         if record["age"] == 0:
@@ -209,7 +216,12 @@ class Ledger:
         for record in journal.records:
             self.state.apply(record)
         journal.records.clear()
+        self.listeners: list[Callable[[Record], None]] = []
+        """Called with each record once it is in the state. They must neither wait nor raise."""
 
     def record(self, kind: str, **content: Any) -> None:
         """Write a record to disk, then take it in."""
-        self.state.apply(self.journal.append(kind, self.now(), **content))
+        record = self.journal.append(kind, self.now(), **content)
+        self.state.apply(record)
+        for listener in self.listeners:
+            listener(record)
