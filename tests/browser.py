@@ -26,13 +26,7 @@ class Browser:
         self.address = ""
 
     def __enter__(self) -> Self:
-        assert CHROMEDRIVER is not None
-        self.driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
-        assert self.driver.stdout is not None
-        for line in self.driver.stdout:
-            started = re.search(r"on port (\d+)", line)
-            if started and int(started[1]):
-                break
+        port = next(filter(None, (self._start_driver() for _ in range(5))))
         options = {
             "binary": CHROMIUM,
             "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
@@ -43,10 +37,22 @@ class Browser:
             },
         }
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
-        self.address = f"http://127.0.0.1:{started[1]}"
+        self.address = f"http://127.0.0.1:{port}"
         session = self._call("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self.address += f"/session/{session['sessionId']}"
         return self
+
+    def _start_driver(self) -> int | None:
+        """The port that the driver listens on; None where another process was faster to take it."""
+        assert CHROMEDRIVER is not None
+        self.driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert self.driver.stdout is not None
+        for line in self.driver.stdout:
+            started = re.search(r"on port (\d+)", line)
+            if started and int(started[1]):
+                return int(started[1])
+        self.driver.wait()
+        return None
 
     def __exit__(self, *_: object) -> None:
         assert self.driver is not None
