@@ -96,6 +96,22 @@ def test_bars_that_pass_the_check_can_be_trained_on(
     build_learner(config, split_market(config, load_market(config).bars).train, 0)
 
 
+def test_the_settings_of_the_run_are_those_of_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bars.parquet"
+    make_market(900, assets=2, seed=1).bars.frame.drop("segment").write_parquet(path)
+    few = ("--set", "data.features=[return_4]", "--set", "env.episode_length=16", "--set", "data.embargo=1d")
+
+    assert check(monkeypatch, str(path)) == 1
+    assert check(monkeypatch, str(path), *few) == 0
+    # 900 less two days are 852; 127 twice leave 598, of which 168 warm up.
+    assert "430 of 598 bars left after warm-up" in capsys.readouterr().out
+    # A portfolio of one of them.
+    check(monkeypatch, str(path), *few, "--set", "data.symbols=[SYN01]", "--set", "data.test=0.5")
+    assert "131 bars of 299 in the training part" in capsys.readouterr().out
+
+
 def test_few_bars_left_are_a_warning() -> None:
     bars = with_gaps(make_market(6_000, seed=1).bars, 1_100)
 
@@ -121,7 +137,9 @@ def test_volume_that_is_zero_throughout_fails_the_check_as_it_fails_training(
     train = split_market(config, load_market(config).bars).train
     with pytest.raises(BarsError, match="volume is 0 in every bar"):
         build_learner(config, train, 0)
-    # The way out that is named leads out.
+    # The way out that is named leads out, of the check as of training.
+    assert check(monkeypatch, str(path), "--set", "market.participation=inf", "--set", "market.impact=0") == 0
+    assert "fills" not in capsys.readouterr().out
     free = load_config(overrides=[f"data.path={path}", "env.num_envs=4", "market.participation=inf", "market.impact=0"])
     build_learner(free, train, 0)
 
@@ -137,6 +155,9 @@ def test_the_check_says_which_funding_will_be_charged(
     # Three times a day: 0.0001 · 3 · 365.25 = 10.96 % a year.
     assert "is charged 0.0001 of its value every 8 hours, 11.0 % a year" in capsys.readouterr().out
     assert "5.5 % a year" in funding_note(0.00005)
+
+    check(monkeypatch, str(path), "--preset", "fx")
+    assert "1.1 % a year (market.funding_rate)\n" in capsys.readouterr().out
 
     frame.with_columns(funding_rate=pl.lit(0.0)).write_parquet(path)
     check(monkeypatch, str(path))

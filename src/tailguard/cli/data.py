@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from pathlib import Path
@@ -25,44 +26,54 @@ def data_check(
         str | None, typer.Option(help="Required bar length, like 1h. Default: the most common one.")
     ] = None,
     calendar: Annotated[
-        str, typer.Option(help="When the market trades: 24/7, auto, fx, a name of exchange_calendars, or a file.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="When the market trades: 24/7, auto (default), fx, a name of exchange_calendars, or a file."),
+    ] = None,
     gaps: Annotated[
-        Literal["error", "split"], typer.Option(help="Missing bars: an error, or the start of a new segment.")
-    ] = "error",
+        Literal["error", "split"] | None,
+        typer.Option(help="Missing bars: an error, or the start of a new segment. Default: error."),
+    ] = None,
     volume_unit: Annotated[
-        Literal["base", "quote"], typer.Option(help="What the volume column counts: coins (base) or money (quote).")
-    ] = "base",
+        Literal["base", "quote"] | None,
+        typer.Option(help="What the volume column counts: coins (base, the default) or money (quote)."),
+    ] = None,
     adjust: Annotated[
-        Literal["none", "splits", "dividends", "all"],
-        typer.Option(help="Adjust prices for splits, dividends or both before the checks."),
-    ] = "none",
+        Literal["none", "splits", "dividends", "all"] | None,
+        typer.Option(help="Adjust prices for splits, dividends or both before the checks. Default: none."),
+    ] = None,
     events: Annotated[
         Path | None, typer.Option(help="File of dividends and splits; default: columns of the bars.")
     ] = None,
     universe: Annotated[
-        Literal["common", "ragged"], typer.Option(help="Times that all symbols have, or members that come and go.")
-    ] = "common",
+        Literal["common", "ragged"] | None,
+        typer.Option(help="Times that all symbols have (common, the default), or members that come and go."),
+    ] = None,
     preset: Annotated[
-        str, typer.Option(help="Kind of market: crypto_perpetual, crypto_spot, equity, futures or fx.")
-    ] = "crypto_perpetual",
+        str | None,
+        typer.Option(help="Kind of market: crypto_perpetual (default), crypto_spot, equity, futures or fx."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting of the run that will use the bars, as for train."),
+    ] = None,
     plugins: Annotated[
         list[str] | None,
         typer.Option("--plugin", metavar="NAME", help="Module or Python file with features of your own; it runs code."),
     ] = None,
 ) -> None:
-    """Check that bars are valid and sufficient for training with default settings.
+    """Check that bars are valid and sufficient for training, with default settings or those of --set.
 
+    The other options are short for settings: --calendar for data.calendar, --preset for market.preset.
     Exit status 0: yes; 1: a check failed; 2: the files cannot be read.
     """
     from rich.console import Console
 
-    from tailguard.config import RunConfig
+    from tailguard.config import load_config
     from tailguard.data.check_report import print_report
     from tailguard.data.readiness import ready_report
     from tailguard.data.sources import bars_of, check_source, read_source, with_adjusted
+    from tailguard.data.windows import parse_size
     from tailguard.envs.prepared_market import is_prepared_market, open_market
-    from tailguard.market.config import MarketConfig
     from tailguard.plugins import load_plugins
 
     load_plugins(plugins or [])
@@ -70,22 +81,43 @@ def data_check(
         open_market(files[0]).verify()
         typer.echo(f"{files[0]}: a prepared market; all files are intact")
         return
-    market = MarketConfig.for_market(preset)  # type: ignore[arg-type]  # it refuses other names
-    source = with_adjusted(read_source(files if len(files) > 1 else files[0], symbol=symbol), adjust, events)
+    short = {
+        "data.calendar": calendar,
+        "data.gaps": gaps,
+        "data.volume_unit": volume_unit,
+        "data.adjust": adjust,
+        "data.events": None if events is None else str(events),
+        "data.universe": universe,
+        "market.preset": preset,
+    }
+    named = [f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None]
+    run = load_config(None, [*named, *(overrides or [])])
+    chosen = run.data
+    source = with_adjusted(
+        read_source(files if len(files) > 1 else files[0], symbol=symbol), chosen.adjust, chosen.events
+    )
     report = check_source(
-        source, frequency=frequency, calendar=calendar, gaps=gaps, volume_unit=volume_unit, universe=universe
+        source,
+        frequency=frequency,
+        calendar=chosen.calendar,
+        gaps=chosen.gaps,
+        volume_unit=chosen.volume_unit,
+        universe=chosen.universe,
     )
     if not report.errors:
-        run = RunConfig()
+        bars = bars_of(source, report, chosen.volume_unit, chosen.universe, chosen.delistings or None)
         report = ready_report(
             report,
-            bars_of(source, report, volume_unit, universe),
-            validation=run.data.validation,
-            test=run.data.test,
-            embargo=run.data.embargo,
+            bars.select(*chosen.symbols) if chosen.symbols else bars,
+            validation=parse_size(chosen.validation),
+            test=parse_size(chosen.test),
+            embargo=chosen.embargo,
             episode_length=run.env.episode_length,
-            funding_rate=market.funding_rate,
-            uses_volume=market.impact > 0 or math.isfinite(market.participation),
+            features=chosen.features or None,
+            accounts=run.env.accounts,
+            funding_rate=run.market.funding_rate,
+            uses_volume=run.market.impact > 0 or math.isfinite(run.market.participation),
+            perpetual=run.market.preset == "crypto_perpetual",
         )
     print_report(report, Console())
     raise typer.Exit(1 if report.errors else 0)

@@ -94,18 +94,22 @@ def ready_report(
     episode_length: int,
     funding_rate: float,
     uses_volume: bool = True,
+    perpetual: bool = True,
+    features: Sequence[str] | None = None,
+    accounts: Accounts = "portfolio",
 ) -> Report:
-    """`report` with checks for training on these bars, with these settings and all features.
+    """`report` with checks for training on these bars, with these settings.
 
-    `uses_volume`: whether orders are limited or priced by the bars' volume.
+    `uses_volume`: whether orders are limited or priced by the bars' volume. `perpetual`: whether the costs are those of
+    perpetual futures. `features`: None takes all.
     """
-    checks = [check_training(bars, validation, test, embargo, episode_length)]
+    checks = [check_training(bars, validation, test, embargo, episode_length, features, accounts)]
     if uses_volume:
         checks.append(check_fills(bars))
     if len(bars.symbols) > 1 and bars.universe is None:
         checks.append(check_history(bars))
     assumed = funding_rate > 0 and "funding_rate" not in bars.frame.columns
-    notes: tuple[str, ...] = (funding_note(funding_rate),) if assumed else ()
+    notes: tuple[str, ...] = (funding_note(funding_rate, perpetual),) if assumed else ()
     if bars.universe is not None:
         notes = (*notes, *describe_lives(bars.universe))
     survivors = survivorship_note({span.symbol: round(span.last.timestamp()) for span in spans_of(bars) if span.last})
@@ -113,8 +117,16 @@ def ready_report(
     return replace(report, checks=(*report.checks, *checks), notes=(*report.notes, *notes))
 
 
-def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, episode_length: int) -> Check:
-    """A whole episode with all features fits into the training part, and the test part can be traded."""
+def check_training(
+    bars: Bars,
+    validation: Size,
+    test: Size,
+    embargo: Size,
+    episode_length: int,
+    features: Sequence[str] | None = None,
+    accounts: Accounts = "portfolio",
+) -> Check:
+    """A whole episode with its features fits into the training part, and the test part can be traded."""
     remedy = (
         "Provide more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
         "--set data.features=[return_1,trend_24] --set env.episode_length=128."
@@ -123,8 +135,8 @@ def check_training(bars: Bars, validation: Size, test: Size, embargo: Size, epis
         split = split_bars(bars, validation=validation, test=test, embargo=embargo, warn=False)
     except ConfigError as error:
         return Check("training", "error", "", "bar", f"cannot be split: {error}", len(bars), remedy=remedy)
-    train, tested = (usable_rows(part, episode_length) for part in (split.train, split.test))
-    warmup = longest_warmup(bars)
+    train, tested = (usable_rows(part, episode_length, features, accounts) for part in (split.train, split.test))
+    warmup = longest_warmup(bars, features)
     left = f"of {train.bars:,} in the training part can be used"
     why = (
         f"features need {warmup:,} bars of history after every gap ({train.stretches:,} gap-free "
@@ -165,10 +177,11 @@ def check_history(bars: Bars) -> Check:
     return Check("history", "warning", "", "bar", lost.text, lost.bars)
 
 
-def funding_note(rate: float) -> str:
+def funding_note(rate: float, perpetual: bool = True) -> str:
     """Note on the assumed funding cost where the bars have no funding rate."""
     yearly = 3 * 365.25 * rate
-    return (
+    text = (
         f"no funding rates in the bars: every position, long or short, is charged {rate:g} of its value every 8 hours, "
-        f"{100 * yearly:.1f} % a year (market.funding_rate). For spot: --set market.preset=crypto_spot"
+        f"{100 * yearly:.1f} % a year (market.funding_rate)"
     )
+    return f"{text}. For spot: --set market.preset=crypto_spot" if perpetual else text

@@ -78,7 +78,7 @@ def _check_inside(bars: pl.DataFrame, times: NDArray[np.int64], timetable: Timet
         timetable.describe(),
         outside,
         lambda row: f"{time_label(row['time'])} is outside the sessions of {timetable.name}",
-        fault=f"outside the sessions of {timetable.name}",
+        fault=f"outside the sessions of {timetable.describe()}",
         remedy=(
             f"The calendar {timetable.name} does not fit these bars: choose another one, or data.calendar=auto."
             if many

@@ -15,6 +15,7 @@ from tailguard.data.published import with_published
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import Split, split_bars
 from tailguard.data.synthetic import SyntheticMarket, describe, make_market
+from tailguard.data.windows import parse_size
 from tailguard.envs.prepared_market import (
     MappedBars,
     PreparedMarket,
@@ -127,7 +128,7 @@ def split_market(config: RunConfig, bars: Bars | PreparedMarket) -> Split | Prep
             check_same_setting(bars.folder, name, bars.settings.get(name, usual[name]), value)
         return bars
     sizes = (config.data.validation, config.data.test)
-    validation, test = (_size(size) for size in sizes)
+    validation, test = (parse_size(size) for size in sizes)
     return split_bars(bars, validation=validation, test=test, embargo=config.data.embargo)
 
 
@@ -203,11 +204,3 @@ def trading_env(learner: Learner) -> TradingEnv:
     env: Any = learner.env
     assert isinstance(env, TradingEnv)
     return env
-
-
-def _size(value: float | str) -> float | str:
-    """A fraction written in YAML as text is still a fraction."""
-    try:
-        return float(value)
-    except ValueError:
-        return value

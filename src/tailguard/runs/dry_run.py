@@ -73,9 +73,12 @@ def _few_bars(bars: Bars, spec: TradingSpec, name: str) -> Bars:
             f"could not be evaluated on it. Make data.{name} longer, or choose features with a shorter warm-up"
         )
     # After a gap one account may have to wait while another trades; include the bars until all of them trade.
-    first, last = (end(int(times[0]) for times in open_times) for end in (min, max))
+    first, last = (pick(int(times[0]) for times in open_times) for pick in (min, max))
     begin, stop = (datetime.fromtimestamp(moment / 1000, UTC) for moment in (first, last))
-    return replace(bars, frame=bars.frame.filter(bars.frame["time"] <= stop + BARS * bars.frequency), first=begin)
+    # Bars are counted, not hours: a part may begin before a weekend.
+    following = bars.frame["time"].filter(bars.frame["time"] > stop).unique().sort().head(BARS)
+    end = stop if following.is_empty() else following[-1]
+    return replace(bars, frame=bars.frame.filter(bars.frame["time"] <= end), first=begin)
 
 
 def _tradeable_times(bars: Bars, spec: TradingSpec) -> np.ndarray:
