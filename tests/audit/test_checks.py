@@ -16,7 +16,7 @@ IDS = [
     for check in all_checks()
     if not check.of_run
 ]
-OF_LEARNERS = ("C1", "C3", "T1", "T2", "F2")
+OF_LEARNERS = ("C1", "C3", "T1", "T2", "F2", "F3", "F4", "F10", "F12", "F13")
 PARTS: list[dict[str, Any]] = [
     {"critic": "categorical", "twin_critics": True, "memory": "shared", "optimizer": "upgd"},
     {"critic": "scalar", "memory": "none", "std": "state", "optimizer": "adamw"},
