@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import tailguard as tg
+from tailguard.envs.gym import GymnasiumEnv
+from tailguard.errors import ConfigError
 from tailguard.robust.adversary import AdversaryEnv, Perturbation
 from tailguard.robust.attacks import Attack, attackable
 from tailguard.robust.config import RobustConfig
@@ -54,33 +58,119 @@ def test_a_direction_pushes_the_action_that_way(make_pathwise: Make) -> None:
             assert (sign * push > 0).all()
 
 
-def test_in_turns_the_agent_learns_from_what_it_saw(make_ppo: Make) -> None:
-    """Perturbed observations are in the rollout, within ε of the true ones, and the ratio at them starts at 1."""
-    robust = RobustConfig(epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=2)
-    learner = make_ppo(robust=robust, epochs=1, minibatch_size=10_000)
-    seen, true = [], []
-    alternation = learner.alternation
-    inner = alternation.observe
+def watched(learner: Any) -> list[Any]:
+    """Fills with the true observations that the agent's own steps begin with."""
+    true: list[Any] = []
+    inner = learner.alternation.observe
 
     def observe(obs: Any, start: Any, memory: Any) -> Any:
-        true.append(obs)
+        true.append(obs.detach())
         return inner(obs, start, memory)
 
-    alternation.observe = observe
-    weights = {name: value.clone() for name, value in alternation.learner.policy.state_dict().items()}
+    learner.alternation.observe = observe
+    return true
+
+
+@pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
+def test_in_turns_the_agent_learns_from_what_it_saw(make_ppo: Make, make_pathwise: Make, learner_kind: str) -> None:
+    """Perturbed observations are in the rollout, within ε of the true ones, and PPO's ratio at them starts at 1."""
+    robust = RobustConfig(epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=2)
+    ppo = learner_kind == "ppo"
+    learner = make_ppo(robust=robust, epochs=1, minibatch_size=10_000) if ppo else make_pathwise(robust=robust)
+    seen, true = [], watched(learner)
+    adversary = learner.alternation.learner.policy
+    weights = {name: value.clone() for name, value in adversary.state_dict().items()}
     for iteration in range(5):
         report = learner.iterate(lambda rollout: seen.append(rollout.obs) or True)
-        assert report["train/approx_kl"] < 1e-8  # one minibatch: measured before its step
-        assert alternation.turns == iteration // 2
+        if ppo:
+            assert report["train/approx_kl"] < 1e-8  # one minibatch: measured before its step
+        assert learner.alternation.turns == iteration // 2
     delta = ((torch.stack(true[-8:]) - seen[-1]) / learner.scaled_networks()[0].units).abs()
     mask = attackable(learner.env).bool()
     assert 0.1 < delta[..., mask].max() < 0.45  # in units of now, which the last rollout has moved a little
     assert delta[..., ~mask].max() == 0
     assert torch.equal(torch.stack(true[:8]), seen[0])  # before its first turn it does nothing
-    changed = [not torch.equal(value, weights[name]) for name, value in alternation.learner.policy.state_dict().items()]
-    assert all(changed)
+    assert not any(torch.equal(value, weights[name]) for name, value in adversary.state_dict().items())
     assert "robust/adversary_reward" in report
     assert learner.num_timesteps == 5 * 8 * 8
+
+
+def test_the_gradient_goes_through_what_was_perturbed_as_through_the_truth(make_pathwise: Make) -> None:
+    """Of gradients through the market: the perturbation is a constant, bit for bit the one without a gradient."""
+    learner = make_pathwise(robust=RobustConfig(epsilon=0.4, schedule="constant", adversary="alternate"))
+    learner.iterate()
+    learner.alternation.take_turn()
+    before = learner.state.rollout_state
+    alternation, memory = learner.alternation, learner.alternation.memory
+    obs = before.obs.clone().requires_grad_()
+    seen = alternation.observe(obs, before.episode_start, before.state[0])
+    (slope,) = torch.autograd.grad(seen.sum(), obs)
+    assert torch.equal(slope, torch.ones_like(slope))
+    alternation.memory = memory
+    assert torch.equal(seen, alternation.observe(before.obs, before.episode_start, before.state[0]))
+    assert (seen != before.obs).any(-1).all()
+
+
+@pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
+def test_the_agents_episodes_stand_still_in_the_adversarys_turns(
+    make_ppo: Make, make_pathwise: Make, learner_kind: str
+) -> None:
+    """So that a budget follows them: the loss so far that it knows is that of the accounts."""
+    robust = RobustConfig(
+        epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=1, adversary_rollouts=3
+    )
+    make = make_ppo if learner_kind == "ppo" else make_pathwise
+    learner = make(robust=robust, risk=tg.RiskConfig(limit=-0.005, alpha=0.5), n_steps=8)
+    true, ended, compared = watched(learner), [], 0
+    for iteration in range(4):
+        if iteration:
+            stands, state = learner.state.rollout_state, learner.env.state
+            learner.alternation.take_turn()
+            assert learner.env.state is state
+            assert learner.state.rollout_state is stands
+        learner.iterate(lambda rollout: ended.append(rollout.ended[-1]) or True)
+        account, _, _ = learner.env.task.account(learner.env.state)
+        running = ~ended[-1]
+        compared += int(running.sum())
+        torch.testing.assert_close(learner.risk.running.last[running], -account.float()[running], atol=1e-7, rtol=0)
+        if iteration:
+            assert torch.equal(true[-8], stands.obs)
+    assert learner.alternation.turns == 6
+    assert compared >= 8
+
+
+def test_a_budget_is_refused_where_episodes_cannot_stand_still() -> None:
+    robust = RobustConfig(adversary="alternate")
+    options: dict[str, Any] = {"n_steps": 4, "robust": robust, "risk": tg.RiskConfig(limit=-0.05, alpha=0.5)}
+    learner = tg.DistributionalPPO("Pendulum-v1", num_envs=2, **options)
+    assert isinstance(learner.env, GymnasiumEnv)
+    with pytest.raises(ConfigError, match=r"cannot stand still.*robust\.adversary"):
+        learner.iterate()
+
+
+@pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
+def test_an_agent_is_saved_with_its_adversary(
+    make_ppo: Make, make_pathwise: Make, make_env: Make, tmp_path: Path, learner_kind: str
+) -> None:
+    """It goes on with as many environments or others, and decides without any."""
+    robust = RobustConfig(epsilon=0.4, adversary="alternate", adversary_every=1, adversary_rollouts=1)
+    learner = (make_ppo if learner_kind == "ppo" else make_pathwise)(robust=robust)
+    for _ in range(2):
+        learner.iterate()
+    learner.save(tmp_path / "agent")
+    weights = learner.alternation.learner.policy.state_dict()
+    for env in (None, make_env(), make_env(num_envs=4)):
+        again = type(learner).load(tmp_path / "agent", env)
+        held = again.alternation.learner.policy.state_dict()
+        assert all(torch.equal(value, held[name]) for name, value in weights.items())
+        assert again.alternation.turns == 1
+        if env is None:
+            observation = torch.zeros(1, again.env.observation_size).numpy()
+            expected, _ = learner.predict(observation, deterministic=True)
+            assert (again.predict(observation, deterministic=True)[0] == expected).all()
+        else:
+            again.iterate()
+            assert again.alternation.turns == 2
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
@@ -89,16 +179,7 @@ def test_a_share_of_the_environments_is_attacked_and_the_others_show_the_truth(m
         epsilon=0.4, schedule="constant", adversary="alternate", adversary_every=1, adversary_share=share
     )
     learner = make_ppo(robust=robust, epochs=1)
-    true: list[Any] = []
-    alternation = learner.alternation
-    inner = alternation.observe
-
-    def observe(obs: Any, start: Any, memory: Any) -> Any:
-        true.append(obs)
-        return inner(obs, start, memory)
-
-    alternation.observe = observe
-    seen: list[Any] = []
+    true, seen = watched(learner), []
     for _ in range(2):
         learner.iterate(lambda rollout: seen.append(rollout.obs) or True)
     moved = (torch.stack(true[-8:]) != seen[-1]).any(-1).any(0)

@@ -172,7 +172,7 @@ def state_of(learner: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("options", [{}, {"adversary": "alternate", "adversary_every": 1, "adversary_rollouts": 1}])
 def test_a_resumed_learner_goes_on_bit_for_bit(make_ppo: Make, make_pathwise: Make, options: Any) -> None:
     config = dataclasses.replace(FULL, attack="sgld", schedule="linear", **options)
-    for make in (make_ppo, make_pathwise)[: 1 if options else 2]:
+    for make in (make_ppo, make_pathwise):
         whole, first, second = (make(robust=config) for _ in range(3))
         for iteration in range(6):
             for learner in (whole, first if iteration < 3 else second):

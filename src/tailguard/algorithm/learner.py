@@ -27,6 +27,7 @@ from tailguard.monitor.object_repr import html_table, one_line
 from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.adversary_training import Alternation
     from tailguard.algorithm.config import LearnerConfig
     from tailguard.algorithm.iteration_metrics import Snapshot
     from tailguard.algorithm.rollout import Rollout
@@ -96,6 +97,12 @@ class Learner(Agent):
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
         """Data behind the last iteration's metrics, for callbacks that show more."""
+        self.alternation: Alternation | None = None
+        """The adversary that learns in turns with this agent, if one does."""
+        if self.robust.adversary == "alternate":
+            from tailguard.algorithm.adversary_training import Alternation  # it trains an adversary by a learner
+
+            self.alternation = Alternation(self)
         self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Metrics of the last iteration, under SB3's names where it has them."""
@@ -127,6 +134,8 @@ class Learner(Agent):
             parts |= {"risk": self.risk, **self.risk.episode_parts()}
         if self.smoothness is not None:
             parts["robust"] = self.smoothness
+        if self.alternation is not None:
+            parts["adversary"] = self.alternation
         return parts
 
     @property
@@ -178,6 +187,8 @@ class Learner(Agent):
             if self.state.rollout_state is None:
                 self.state.rollout_state = self._begin()
                 self.runtime.forget()
+            if self.alternation is not None and self.alternation.due():
+                self.alternation.take_turn()
             if isinstance(self.env, BlockwiseEnv):
                 self.env.exchange(self.config.n_steps)
             self.set_hyper()
@@ -241,7 +252,7 @@ class Learner(Agent):
 
     def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
         """What changes the observations that the policy acts on; see `collect`."""
-        return None
+        return None if self.alternation is None else self.alternation.observe
 
     # --- the end of an iteration ------------------------------------------------------------------------------------
 
@@ -277,7 +288,8 @@ class Learner(Agent):
 
     def _robust_metrics(self) -> dict[str, Tensor]:
         """What the attacks of the iteration found."""
-        return {} if self.smoothness is None else self.smoothness.metrics()
+        metrics = {} if self.smoothness is None else self.smoothness.metrics()
+        return metrics if self.alternation is None else metrics | self.alternation.metrics()
 
     def _count(self, wanted: bool, usable: bool) -> None:
         """Count an iteration; of a rollout that a callback ended in the middle, the callback counts the steps."""

@@ -177,7 +177,8 @@ class PathwiseLearner(Learner):
         return self._collect(noise, self._dropout_mask(), deterministic=not self.config.stochastic)
 
     def _robust_metrics(self) -> dict[str, Tensor]:
-        return {}  # they come with the step
+        # Those of the regulariser come with the step.
+        return {} if self.alternation is None else self.alternation.metrics()
 
     def _dropout_mask(self) -> Tensor | None:
         """Factors on the encoder's outputs, [N, E]: 0 for those that are dropped, 1 / (1 − p) for the others.
@@ -310,8 +311,6 @@ def check_robust(robust: RobustConfig | None) -> None:
         raise ConfigError(
             "robust.critic_coef: pathwise trains its critics apart from the policy; set it to 0, or learner to ppo"
         )
-    if robust is not None and robust.adversary != "none":
-        raise ConfigError("robust.adversary: alternating training is for ppo; set it to none, or learner to ppo")
 
 
 # --- where it is true -----------------------------------------------------------------------------------------------

@@ -25,9 +25,6 @@ from tailguard.models.actions import GaussianHead
 from tailguard.returns import normalise_advantages
 
 if TYPE_CHECKING:
-    from tailguard.algorithm.adversary_training import Alternation
-    from tailguard.algorithm.learner_state import Stateful
-    from tailguard.models.memory import MemoryState
     from tailguard.risk.config import RiskConfig
     from tailguard.robust.config import RobustConfig
 
@@ -102,17 +99,9 @@ class DistributionalPPO(Learner):
         """The batch with the terms' additions, in the storage that recorded minibatches read."""
         self.updates = PolicyUpdates(self.context, chosen, self.hyper, self.terms)
         self.set_hyper()
-        self.alternation: Alternation | None = None
-        """The adversary that learns in turns with this agent, if one does."""
-        if self.robust.adversary == "alternate":
-            from tailguard.algorithm.adversary_training import Alternation  # it trains an adversary by this class
-
-            self.alternation = Alternation(self)
 
     def _iterate(self, on_rollout: Callable[[Rollout], bool] | None) -> Iteration:
         runtime = self.runtime
-        if self.alternation is not None and self.alternation.due():
-            self.alternation.take_turn()
         rollout = runtime.run("collect", self._collect)
         wanted = on_rollout is None or on_rollout(rollout)
         usable = wanted and (self.context.guard.rollout(rollout) if runtime.can_sync else True)
@@ -155,17 +144,6 @@ class DistributionalPPO(Learner):
         metrics |= self.targets.rescale(rollout, estimates) | {"train/constant_advantages": degenerate.sum()}
         batch = make_batch(self.policy, rollout, estimates, advantages, self.return_moments)
         return Prepared(estimates, batch, metrics)
-
-    def _observer(self) -> Callable[[Tensor, Tensor, MemoryState], Tensor] | None:
-        return None if self.alternation is None else self.alternation.observe
-
-    def parts(self) -> dict[str, Stateful]:
-        parts = super().parts()
-        return parts if self.alternation is None else parts | {"adversary": self.alternation}
-
-    def _robust_metrics(self) -> dict[str, Tensor]:
-        metrics = super()._robust_metrics()
-        return metrics if self.alternation is None else metrics | self.alternation.metrics()
 
     def _extend(self, rollout: Rollout, prepared: Prepared) -> Batch:
         """Let further terms add to the batch. They run outside recorded graphs, so they may sync and branch."""

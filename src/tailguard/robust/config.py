@@ -54,7 +54,7 @@ class RobustConfig(FeedConfig):
     critic_coef: float = 0.0
     """Weight of the squared change of the value under the same perturbation, for ppo; 0 is off."""
     adversary: AdversaryMode = "none"
-    """alternate: learn on observations that a learned adversary perturbs, which is trained in turns with the agent, for
+    """alternate: learn on observations that a learned adversary perturbs, which is trained in turns with the agent by
     ppo; none: true observations."""
     adversary_share: float = 1.0
     """Share of the environments whose observations the adversary perturbs, above 0 to 1; the others show the truth, so
