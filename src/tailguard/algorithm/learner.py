@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tailguard.algorithm.agent import Agent
 from tailguard.algorithm.context import TrainingContext
+from tailguard.algorithm.defences import alternation, regulariser
 from tailguard.algorithm.learner_state import GeneratorState, Stateful
 from tailguard.algorithm.loss_terms import weighted_terms
 from tailguard.algorithm.recording import IterationRecorder
@@ -24,10 +25,8 @@ from tailguard.algorithm.training_loop import run_iterations
 from tailguard.envs.protocol import BlockwiseEnv, FunctionalEnv
 from tailguard.monitor.callbacks import CallbackLogger
 from tailguard.monitor.object_repr import html_table, one_line
-from tailguard.robust import RobustConfig, Smoothness, attackable
 
 if TYPE_CHECKING:
-    from tailguard.algorithm.adversary_training import Alternation
     from tailguard.algorithm.config import LearnerConfig
     from tailguard.algorithm.iteration_metrics import Snapshot
     from tailguard.algorithm.rollout import Rollout
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from tailguard.monitor.callbacks import CallbackLike
     from tailguard.monitor.device_metrics import DeviceMetrics
     from tailguard.risk.config import RiskConfig
+    from tailguard.robust.config import RobustConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Learner(Agent):
         tensorboard_log: str | Path | None = None,
     ) -> None:
         super().__init__(env, config, seed, device, num_envs)
-        self.robust = RobustConfig() if robust is None else robust
+        self.robust, self.smoothness = regulariser(self, robust)
         self.verbose, self.tensorboard_log = verbose, tensorboard_log
         self.context = TrainingContext.build(self.policy, self._parameter_groups(), config, self.env, self.seed)
         self.state, self.runtime, self.generator = self.context.state, self.context.runtime, self.context.generator
@@ -90,19 +90,11 @@ class Learner(Agent):
         if risk is not None and risk.enabled:
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
         self.weighted_terms = weighted_terms(config.loss_terms, self.device)
-        self.smoothness: Smoothness | None = None
-        if self.robust.coef > 0:
-            self.smoothness = Smoothness(self.robust, self.policy, attackable(self.env), self.seed, self.smooths)
         self.recorder = IterationRecorder(self.context, config, self.env)
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
         """Data behind the last iteration's metrics, for callbacks that show more."""
-        self.alternation: Alternation | None = None
-        """The adversary that learns in turns with this agent, if one does."""
-        if self.robust.adversary == "alternate":
-            from tailguard.algorithm.adversary_training import Alternation  # it trains an adversary by a learner
-
-            self.alternation = Alternation(self)
+        self.alternation = alternation(self)
         self.runtime.generators = self._generators()
         self.metrics: dict[str, float] = {}
         """Metrics of the last iteration, under SB3's names where it has them."""
