@@ -136,10 +136,13 @@ class Agent:
 
         return InferencePolicy(self.policy, scale)
 
-    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
-        """The networks that decide, with their inputs' scaling: one here, all members' of an ensemble."""
-        scale = self.observation_scale()
-        return (ScaledNetwork(self.policy, scale, scale.std),)
+    def scaled_networks(self, observation_size: int | None = None) -> tuple[ScaledNetwork, ...]:
+        """The networks that decide, with their inputs' scaling: one here, all members' of an ensemble.
+
+        `observation_size`: see `observation_scale`.
+        """
+        scale = self.observation_scale(observation_size)
+        return (ScaledNetwork(self.policy, scale, scale.std, scale.mean),)
 
     def combine(self, actions: Sequence[Tensor]) -> Tensor:
         """The action that the environment sees, from those of `scaled_networks`."""

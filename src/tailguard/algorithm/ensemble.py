@@ -107,9 +107,9 @@ class Ensemble:
         calibration = self.calibration
         return Throttle(calibration.limit, calibration.alpha) if self.throttled and calibration is not None else None
 
-    def scaled_networks(self) -> tuple[ScaledNetwork, ...]:
+    def scaled_networks(self, observation_size: int | None = None) -> tuple[ScaledNetwork, ...]:
         """The members' networks, with their inputs' scaling."""
-        return tuple(network for member in self.members for network in member.scaled_networks())
+        return tuple(network for member in self.members for network in member.scaled_networks(observation_size))
 
     def combine(self, actions: Sequence[Tensor]) -> Tensor:
         """The ensemble's action from those of its members: their mean times the exposure, within the bounds."""

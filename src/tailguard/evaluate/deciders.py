@@ -70,8 +70,9 @@ class AgentDecider:
         self.policy = policy
         self.read(task, panel)
         self._count = self._features.shape[1]
-        self._observation = torch.zeros(1, task.observation_size)
-        self._row = self._observation.numpy()[0]
+        self.observation = torch.zeros(1, task.observation_size)
+        """The last one, [1, O]; the next decision writes over it."""
+        self._row = self.observation.numpy()[0]
 
     def read(self, task: TradingTask, panel: Panel) -> None:
         """Decide on these bars from now on: those so far and new ones after them."""
@@ -90,7 +91,7 @@ class AgentDecider:
                 self.task.episode_length,
             ),
         )
-        action = self.policy(self._observation, window.age == 0)
+        action = self.policy(self.observation, window.age == 0)
         weights = self.task.weights_of_one(action.tolist()[0], account.row)
         for weight in weights:
             if weight != weight:

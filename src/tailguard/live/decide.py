@@ -21,6 +21,7 @@ from tailguard.evaluate.backtest import BacktestAgent, Throttled, step_policy
 from tailguard.evaluate.deciders import AgentDecider, EpisodeWindow
 from tailguard.evaluate.decision import Decision, DecisionMemory, decide
 from tailguard.live.bar_history import BarHistory, LiveBar
+from tailguard.live.explain import Explainer
 
 
 class WarmUpError(TailguardError):
@@ -51,6 +52,8 @@ class BarDecider(Protocol):
 
     def decide(self, account: AccountAtClose) -> Decision: ...
 
+    def explain(self, account: AccountAtClose) -> dict[str, Any] | None: ...
+
     def restore(self, decisions: Sequence[Mapping[str, Any]]) -> None: ...
 
 
@@ -66,6 +69,7 @@ class LiveDecider:
         self._policy = step_policy(agent)
         self._decider: AgentDecider | None = None
         self._decided_row = -1
+        self._explainer: Explainer | None = None
 
     task: TradingTask
     panel: Panel
@@ -77,6 +81,8 @@ class LiveDecider:
         self.usable = usable & self.panel.tradeable
         if self._decider is None:
             self._decider = AgentDecider(self._policy, self.task, self.panel)
+            if Explainer.can_explain(self.agent):
+                self._explainer = Explainer(self.agent, self.task.observation_size)
         else:
             self._decider.read(self.task, self.panel)
 
@@ -115,7 +121,16 @@ class LiveDecider:
         assert self._decider is not None
         self._decided_row = account.row
         with torch.inference_mode():
-            return decide(self._decider, self.task, self.panel, account, self.memory, flat=False)
+            decision = decide(self._decider, self.task, self.panel, account, self.memory, flat=False)
+        if self._explainer is not None:
+            self._explainer.follow(self._decider.observation, self.memory.window.age == 0)
+        return decision
+
+    def explain(self, account: AccountAtClose) -> dict[str, Any] | None:
+        """What moved the last decision, by symbol; see `Explainer.explain`."""
+        if self._explainer is None:
+            return None
+        return self._explainer.explain(self.task, account.row, account.weights)
 
     def restore(self, decisions: Sequence[Mapping[str, Any]]) -> None:
         """Replay journalled decisions, the first of which began a window, until the memory is that of the last one.

@@ -124,6 +124,29 @@ function drawDecision() {
   byId("decision").textContent = text;
 }
 
+function push(name, share, most) {
+  const box = make("div", undefined, share < 0 ? "push down" : "push");
+  const text = make("div", undefined, "text");
+  text.append(make("span", name), make("span", signed(share, 4)));
+  const bar = shape("svg", { viewBox: "-100 0 200 8", preserveAspectRatio: "none", "aria-hidden": "true" });
+  const width = (100 * Math.abs(share)) / most;
+  bar.append(shape("rect", { x: share < 0 ? -width : 0, y: 0, height: 8, width }), shape("line", { x1: 0, x2: 0, y1: 0, y2: 8 }));
+  box.append(text, bar);
+  return box;
+}
+
+function drawMoved() {
+  const box = byId("moved");
+  box.replaceChildren();
+  for (const [symbol, found] of Object.entries(view.moved || {})) {
+    box.append(make("h3", `${symbol}: asked for ${signed(found.weight, 4)}, ${signed(found.typical, 4)} of it for typical inputs`));
+    const most = Math.max(1e-9, Math.abs(found.others), ...found.moved.map((m) => Math.abs(m[1])));
+    for (const [name, share, size] of found.moved) box.append(push(`${name}, at ${signed(size, 1)} sd`, share, most));
+    box.append(push("all others", found.others, most));
+  }
+  if (box.childElementCount) box.append(make("p", "Before throttle and shield. The shares and the typical weight add up to what was asked for.", "soft"));
+}
+
 function drawAlarms() {
   const list = byId("alarms");
   list.replaceChildren();
@@ -171,6 +194,7 @@ function draw() {
   drawPositions();
   drawLimits();
   drawDecision();
+  drawMoved();
   drawAlarms();
 }
 

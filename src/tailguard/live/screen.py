@@ -24,6 +24,8 @@ def render(view: View) -> RenderableType:
     head.add_row("last bar", f"{moment(view['closed_ms'])} UTC, closed {view['age_s']:,.0f} s ago")
     head.add_row("equity", f"{view['equity']:.4f}, {view['money']:,.2f} in money")
     head.add_row("decision", decision_text(view["decision"]))
+    for symbol, found in view["moved"].items():
+        head.add_row("moved by", Text(moved_text(symbol, found)))
     open_orders = len(view["orders"])
     head.add_row("orders", f"{open_orders} with an unknown outcome" if open_orders else "all known")
     positions = Table("symbol", "weight", "target", "ours", "not ours")
@@ -58,6 +60,12 @@ def decision_text(decision: dict[str, Any]) -> str:
     if decision["throttle"] < 1:
         text += f", throttled to {decision['throttle']:.0%}"
     return text + (", reduced by the shield" if decision["shielded"] else "")
+
+
+def moved_text(symbol: str, found: dict[str, Any], most: int = 3) -> str:
+    """The inputs that moved a weight the most, each with its size in standard deviations from its mean."""
+    parts = [f"{name} {share:+.3f} (at {size:+.1f} sd)" for name, share, size in found["moved"][:most]]
+    return f"{symbol} {found['weight']:+.3f} = {found['typical']:+.3f} typical, {', '.join(parts)}, …"
 
 
 def _alarms(view: View) -> list[Text]:

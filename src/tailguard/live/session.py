@@ -213,6 +213,10 @@ class Session:
         self.ledger.record("decision", bar=bar.time_ms, **content)
         if can_trade:
             self._trade(bar, content["target"])
+        # Last, so that no order waits for it.
+        moved = None if content["flat"] else self.decider.explain(account)
+        if moved is not None:
+            self.ledger.record("explanation", bar=bar.time_ms, moved=moved)
 
     def _account_at(self, bar: LiveBar) -> AccountAtClose:
         """The account at the close of the bar."""

@@ -58,6 +58,8 @@ class LiveState:
     """Those since the agent's window began: a replay of them restores the policy's memory."""
     last_decision: Record | None = None
     """Also one that closed all positions because the agent could not decide."""
+    explanation: Record | None = None
+    """What moved the last decision that was explained."""
     intents: dict[str, Intent] = field(default_factory=dict)
     """Open orders and recent ones, by client id."""
     ours: dict[str, Decimal] = field(default_factory=dict)
@@ -124,6 +126,9 @@ class LiveState:
         if len(self.equities) > self.started["window"]:
             self.outcomes.append(equity / self.equities[0] - 1)
             self.equities = [equity]
+
+    def _on_explanation(self, record: Record) -> None:
+        self.explanation = record
 
     def _on_intent(self, record: Record) -> None:
         intent = Intent(

@@ -47,6 +47,9 @@ class RandomWeights:
         assert account.row == self.row
         return Decision(self.weights_at(self._time))
 
+    def explain(self, _: AccountAtClose) -> None:
+        return None
+
     def weights_at(self, time_ms: int) -> list[float]:
         drawn = np.random.default_rng(time_ms).uniform(-1, 1, self.assets)
         weights: list[float] = (self.gross * drawn / max(1.0, np.abs(drawn).sum())).tolist()

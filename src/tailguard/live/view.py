@@ -65,6 +65,7 @@ def session_view(session: Session, command: str) -> dict[str, Any]:
             "throttle": decision.get("throttle", 1.0),
             "shielded": decision.get("shielded", False),
         },
+        "moved": _moved(state),
     }
 
 
@@ -113,6 +114,12 @@ def _budget(session: Session, equity: float) -> dict[str, Any] | None:
         "age": len(state.equities) - 1,
         "window": session.config.window,
     }
+
+
+def _moved(state: LiveState) -> dict[str, Any]:
+    """What moved the last decision, by symbol; empty where it is not explained."""
+    decision, found = state.last_decision, state.explanation
+    return dict(found["moved"]) if found and decision and found["bar"] == decision["bar"] else {}
 
 
 def _number(value: float) -> float | None:

@@ -37,6 +37,8 @@ class ScaledNetwork:
     """Raw observations [..., O] to the network's inputs."""
     units: Tensor
     """Size in the raw observation of one unit of the network's input, [O]."""
+    typical: Tensor
+    """The mean of the raw observations in training, [O]: the network's input is 0 there."""
 
 
 class InferencePolicy:
