@@ -55,16 +55,19 @@ def test_shares_and_currencies_are_refused_as_markets_around_the_clock(
     assert "--gaps" not in message
 
 
-def test_training_takes_them_and_preparing_says_that_it_does_not(tmp_path: Path) -> None:
+def test_training_takes_them_in_memory_and_on_disk(tmp_path: Path) -> None:
     path = write(GOOG, tmp_path / "goog.csv")
     config: RunConfig = load_config(overrides=[f"data.path={path}"])
 
     assert load_market(config).bars.pace.per_week == 5  # type: ignore[union-attr]
-    for name in ("bars", "scratch"):
-        (tmp_path / name).mkdir()
     for calendar in ("auto", "XNYS"):
-        with pytest.raises(BarsError, match=r"must trade around the clock.*tailguard train --data"):
-            import_bars(path, tmp_path / "bars", tmp_path / "scratch", calendar=calendar, rows=1_000)
+        for name in ("bars", "scratch"):
+            (tmp_path / calendar / name).mkdir(parents=True)
+        places = (tmp_path / calendar / "bars", tmp_path / calendar / "scratch")
+        store, timetable, _ = import_bars(path, *places, calendar=calendar, rows=1_000)
+        bars = load_bars(path, calendar=calendar)
+        assert store.sessions == timetable.pace == bars.sessions
+        assert store.bars(0, 2**60).frame.equals(bars.frame)
 
 
 def at_times(good_bars, times: list[datetime], step: timedelta) -> pl.DataFrame:  # type: ignore[no-untyped-def]

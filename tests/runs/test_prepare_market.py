@@ -161,7 +161,7 @@ def test_damage_is_named(prepared: Path) -> None:
         tg.TradingEnv(prepared)
     for change, message in (
         (whole.replace('"portfolio"', '"per_symbol"'), "does not match its own SHA-256"),
-        (whole.replace('"format": 1', '"format": 2'), "format 2; this version of Tailguard reads format 1"),
+        (whole.replace('"format": 2', '"format": 3'), "format 3; this version of Tailguard reads formats 1 and 2"),
         ("{", "not readable as JSON"),
         ("[" * 100_000, "not readable as JSON"),
     ):

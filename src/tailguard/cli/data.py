@@ -131,7 +131,10 @@ def data_prepare(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, as for train.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Bars in memory at a time. Default: 262,144.")] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Bars in the memory of each process at a time. Default: 262,144.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes, each with a symbol at a time; 0: one for each core.")] = 1,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Replace an existing prepared market.")] = False,
 ) -> None:
     """Check bars, split them and compute features once, for training from disk on bars larger than memory.
@@ -143,15 +146,19 @@ def data_prepare(
 
     from tailguard.config import load_config
     from tailguard.data.disk.import_bars import ROWS
+    from tailguard.data.disk.workers import cores
     from tailguard.runs.prepare_market import prepare_market
     from tailguard.validate import check_count
 
     size = ROWS if rows is None else rows
     check_count("--rows", size, low=1_000)
+    check_count("--jobs", jobs, low=0)
     settings = load_config(config, [*(overrides or []), *([] if bars is None else [path_setting(bars)])])
     console = Console()
     with console.status("") as status:
-        market = prepare_market(settings, out, rows=size, replace=yes, say=lambda line: status.update(escape(line)))
+        market = prepare_market(
+            settings, out, rows=size, jobs=jobs or cores(), replace=yes, say=lambda line: status.update(escape(line))
+        )
     say(console, f"split    {market.describe()}")
     say(console, f"prepared {len(market):,} bars in {out}")
     given = "" if config is None else f"{shlex.quote(str(config))} "

@@ -92,6 +92,10 @@ class Panel:
         """The rows from `start` up to, not including, `stop`."""
         return replace(self, **{name: values[start:stop] for name, values in self._per_row().items()})
 
+    def rows_at(self, places: NDArray[np.int64]) -> Panel:
+        """The rows at these places."""
+        return replace(self, **{name: values[places] for name, values in self._per_row().items()})
+
     def followed_by(self, other: Panel) -> Panel:
         """These rows and then those of `other`, which has the same assets."""
         after = other._per_row()

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailguard.data.disk.arrays import MANIFEST, map_array, verify_array
+from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars
 from tailguard.data.scaling import Scaler
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 BARS = "bars"
 TRAIN: Literal["train"] = "train"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that can be opened; the first one knew no markets that close."""
 LARGEST_MANIFEST = 16 * 2**20
 LATEST_MS = 253_402_300_800_000
 """The year 10,000 in milliseconds: no time of a bar is beyond it."""
@@ -143,12 +146,15 @@ class PreparedMarket:
         about, files, place = self.manifest["about"], self.manifest["files"], self.folder / TRAIN
         arrays = {name: map_array(place / name, entry) for name, entry in files[TRAIN].items()}
         try:
-            panel = panel_of(arrays, about["symbols"], int(about["frequency_ms"]))
+            panel = panel_of(arrays, about["symbols"], int(about["frequency_ms"]), self.sessions)
             scaler = Scaler.from_dict(about["scaler"])
+            columns = about.get("columns", scaler.names)
+            if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
+                raise TypeError("columns must be names")
             mapped = MappedBars(
                 panel=panel,
                 features=arrays["features"],
-                names=scaler.names,
+                names=tuple(columns),
                 usable=arrays["usable"],
                 scaler=scaler,
                 table=arrays["table"],
@@ -187,7 +193,21 @@ class PreparedMarket:
         about = self.manifest["about"]
         frequency = timedelta(milliseconds=about["frequency_ms"])
         files = self.manifest["files"][BARS]
-        return BarStore.open(self.folder / BARS, about["symbols"], files, frequency, str(self.folder))
+        return BarStore.open(self.folder / BARS, about["symbols"], files, frequency, str(self.folder), self.sessions)
+
+    @cached_property
+    def sessions(self) -> Pace | None:
+        """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+        given = self.manifest["about"].get("sessions")
+        try:
+            return None if given is None else Pace.from_dict(given)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise BarsError(f"{self.folder / MANIFEST}: sessions: {given!r}: {error!r}") from error
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.of_frequency(int(self.manifest["about"]["frequency_ms"]))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -233,7 +253,9 @@ class PreparedMarket:
         return first, last
 
 
-def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequency_ms: int) -> Panel:
+def panel_of(
+    arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequency_ms: int, sessions: Pace | None
+) -> Panel:
     """The panel of these arrays by name."""
     prices: dict[str, Any] = {name: arrays[name] for name in PRICES if name in arrays}
     return Panel(
@@ -242,6 +264,8 @@ def panel_of(arrays: Mapping[str, NDArray[Any]], symbols: Sequence[str], frequen
         tradeable=arrays["tradeable"],
         symbols=tuple(symbols),
         frequency_ms=frequency_ms,
+        sessions=sessions,
+        held_ms=arrays.get("held_ms"),
         **prices,
     )
 
@@ -266,8 +290,9 @@ def open_market(path: str | Path) -> PreparedMarket:
     except (ValueError, RecursionError) as error:
         raise BarsError(f"{where}: not readable as JSON: {error}") from error
     version = manifest.get("format") if isinstance(manifest, dict) else None
-    if version != FORMAT:
-        raise BarsError(f"{where}: format {version!r}; this version of Tailguard reads format {FORMAT}")
+    if version not in READABLE or isinstance(version, bool):
+        known = " and ".join(map(str, READABLE))
+        raise BarsError(f"{where}: format {version!r}; this version of Tailguard reads formats {known}")
     if manifest.pop("sha256", None) != digest_of(manifest):
         raise BarsError(f"{where}: its content does not match its own SHA-256; the file has been changed")
     _check_described(where, manifest)
@@ -334,19 +359,26 @@ def market_settings(config: MarketConfig) -> dict[str, Any]:
 
 def _check_shapes(folder: Path, mapped: MappedBars) -> None:
     """A row number must be inside every array: a table that is too short would be read beyond its end."""
-    rows, assets = mapped.panel.rows, mapped.panel.assets
+    rows, assets, held = mapped.panel.rows, mapped.panel.assets, mapped.panel.held_ms
+    if (held is None) != (mapped.panel.sessions is None):
+        raise BarsError(f"{folder / TRAIN}: held_ms, which a market with sessions has, and no other")
     expected = {
         "features": (mapped.features.shape, (rows, len(mapped.names))),
-        "table": (mapped.table.shape, (len(table_columns(mapped.config)), rows, assets)),
+        "table": (mapped.table.shape, (len(table_columns(mapped.config, held is not None)), rows, assets)),
         "usable": (mapped.usable.shape, (rows,)),
         "segment": (mapped.panel.segment.shape, (rows,)),
         "stretches": (mapped.stretches.shape[1:], (2,)),
     }
+    if held is not None:
+        expected["held_ms"] = (held.shape, (rows,))
     for name, (shape, wanted) in expected.items():
         if shape != wanted:
             raise BarsError(f"{folder / TRAIN / name}: shape {shape}; expected {wanted}")
     types = [array.dtype.str for array in (mapped.features, mapped.table, mapped.panel.segment, mapped.stretches)]
-    if types not in (["<f4", "<f4", "<i4", "<i8"], ["<u2", "<f4", "<i4", "<i8"]):
+    if (held is not None and held.dtype.str != "<i8") or types not in (
+        ["<f4", "<f4", "<i4", "<i8"],
+        ["<u2", "<f4", "<i4", "<i8"],
+    ):
         raise BarsError(f"{folder / TRAIN}: its arrays are of the types {', '.join(types)}")
     inside = mapped.stretches.size == 0 or (mapped.stretches.min() >= 0 and mapped.stretches.max() < rows)
     if not inside:

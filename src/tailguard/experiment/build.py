@@ -54,7 +54,7 @@ class MarketData:
         first, last = self.bars.end_points
         symbols = ", ".join(self.bars.symbols)
         text = f"{self.bars.source} · {symbols} · {first:%Y-%m-%d} → {last:%Y-%m-%d} · {len(self.bars):,} bars"
-        if isinstance(self.bars, PreparedMarket) or self.bars.sessions is None:
+        if self.bars.sessions is None:
             return text
         return f"{text} · {self.bars.pace.per_week:g} a week, {self.bars.pace.per_year:,.1f} a year"
 
@@ -146,6 +146,13 @@ def prepare_training(config: RunConfig, bars: Bars | MappedBars) -> PreparedBars
             raise ConfigError(
                 f"robust.feed: faults act on bars before features, and {bars.folder} holds features that are computed "
                 "already. Train on the files of bars"
+            )
+        shared = bars.scaler.market_wide is not None
+        if shared != (config.chosen.network.encoder != "flat"):
+            raise ConfigError(
+                f"network.encoder: {config.chosen.network.encoder} is requested; the market in {bars.folder} was "
+                f"prepared for {'shared or attention' if shared else 'flat'}, which scales features "
+                f"{'alike for all symbols' if shared else 'symbol by symbol'}. Use that, or prepare the bars again"
             )
         if factors:
             raise ConfigError(

@@ -200,7 +200,8 @@ class TableStream:
         """The last row so far."""
         self._sums: Float | None = None
         """The exponential averages at that row, before their division."""
-        self._traded: NDArray[np.bool_] = np.zeros(0, bool)
+        self.traded: NDArray[np.bool_] = np.zeros(0, bool)
+        """Assets that had volume in any bar so far."""
         self._symbols: tuple[str, ...] = ()
 
     def extend(self, panel: Panel) -> Float:
@@ -210,19 +211,22 @@ class TableStream:
         columns, sums = _columns(whole, self._config, self._sums)
         self._last, self._sums = panel.rows_between(panel.rows - 1, panel.rows), sums
         traded = np.asarray(panel.volume.any(axis=0))
-        self._traded = traded if last is None else self._traded | traded
+        self.traded = traded if last is None else self.traded | traded
         self._symbols = panel.symbols
         return np.stack(list(columns.values()))[:, 0 if last is None else 1 :]
 
     def check_volume(self) -> None:
         """Raise if an asset has no volume although orders are limited or priced by it."""
-        silent = np.flatnonzero(~self._traded)
-        if silent.size and (uses(self._config, "impact") or math.isfinite(self._config.participation)):
-            names = ", ".join(self._symbols[asset] for asset in silent)
-            raise BarsError(
-                f"{names}: volume is 0 in every bar, so no order would ever fill. "
-                "Use bars with volume, or trade without it: market.participation=inf and market.impact=0"
-            )
+        check_traded(self._config, [self._symbols[asset] for asset in np.flatnonzero(~self.traded)])
+
+
+def check_traded(config: MarketConfig, silent: Sequence[str]) -> None:
+    """Raise if there are symbols without volume although orders are limited or priced by it."""
+    if silent and (uses(config, "impact") or math.isfinite(config.participation)):
+        raise BarsError(
+            f"{', '.join(silent)}: volume is 0 in every bar, so no order would ever fill. "
+            "Use bars with volume, or trade without it: market.participation=inf and market.impact=0"
+        )
 
 
 def _columns(panel: Panel, config: MarketConfig, sums: Float | None) -> tuple[dict[str, Float], Float]:

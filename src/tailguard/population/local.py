@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tailguard.data.disk.workers import cores
 from tailguard.errors import RunError
 from tailguard.plugins import load_plugins
 from tailguard.population.executor import Job, JobOutcome
@@ -102,11 +102,6 @@ class LocalExecutor:
         if self._shared is not None:
             self._shared.path.unlink(missing_ok=True)
             self._shared = None
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _workshop: Workshop | None = None

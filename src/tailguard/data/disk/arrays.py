@@ -30,40 +30,58 @@ DTYPES = ("<f4", "<f8", "<i4", "<i8", "<u2", "|b1")
 class ArrayWriter:
     """An array of `planes` equal planes, [P, R, …], or of one, [R, …], filled along R.
 
-    The planes lie one after the other in the file, so the number of rows must be known where there are several.
+    The planes lie one after the other in the file, so the number of rows must be known where there are several. No file
+    stays open between two calls: a market has thousands. `kept`: False for a temporary file, without a SHA-256.
     """
 
-    def __init__(self, path: Path, dtype: str, row_shape: tuple[int, ...] = (), planes: int = 1, rows: int = 0) -> None:
-        self.path, self.dtype, self.row_shape = path, np.dtype(dtype), row_shape
+    def __init__(
+        self,
+        path: Path,
+        dtype: str,
+        row_shape: tuple[int, ...] = (),
+        planes: int = 1,
+        rows: int = 0,
+        *,
+        kept: bool = True,
+    ) -> None:
+        self.path, self.dtype, self.row_shape, self.kept = path, np.dtype(dtype), row_shape, kept
         self.planes, self.promised, self.rows = planes, rows, 0
         self._row_bytes = self.dtype.itemsize * math.prod(row_shape)
         self._digests = [hashlib.sha256() for _ in range(planes)]
-        self._file = path.open("xb")
+        path.open("xb").close()
 
     def append(self, rows: NDArray[Any]) -> None:
         """Add rows: [r, …], or [P, r, …] where there are several planes."""
         blocks = rows if self.planes > 1 else rows[None]
-        for plane, block in enumerate(np.ascontiguousarray(blocks, dtype=self.dtype)):
-            data = memoryview(block.reshape(-1).view(np.uint8))
-            self._digests[plane].update(data)
-            if self.planes > 1:
-                self._file.seek((plane * self.promised + self.rows) * self._row_bytes)
-            self._file.write(data)
+        with self.path.open("r+b") as file:
+            for plane, block in enumerate(np.ascontiguousarray(blocks, dtype=self.dtype)):
+                data = memoryview(block.reshape(-1).view(np.uint8))
+                if self.kept:
+                    self._digests[plane].update(data)
+                file.seek((plane * self.promised + self.rows) * self._row_bytes)
+                file.write(data)
         self.rows += blocks.shape[1]
 
     def close(self) -> dict[str, Any]:
         """Flush the file to disk; returns its entry in the manifest."""
         if self.planes > 1 and self.rows != self.promised:
             raise ValueError(f"{self.path}: {self.rows} rows were written, {self.promised} were expected")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self.kept:
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
         planes = (self.planes,) if self.planes > 1 else ()
         return {
             "dtype": self.dtype.str,
             "shape": [*planes, self.rows, *self.row_shape],
             "sha256": [digest.hexdigest() for digest in self._digests],
         }
+
+
+def read_rows(path: Path, dtype: str, start: int, count: int, width: int = 1) -> NDArray[Any]:
+    """Rows of `width` numbers of a file of them, [count, width], or [count] where there is one in a row."""
+    kind = np.dtype(dtype)
+    values = np.fromfile(path, kind, count * width, offset=start * width * kind.itemsize)
+    return values if width == 1 else values.reshape(count, width)
 
 
 def map_array(path: Path, entry: Mapping[str, Any]) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Features of bars on disk, one window at a time: the same numbers as from all bars in memory."""
+"""Features of a symbol's bars on disk, one window at a time: the same numbers as from all bars in memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tailguard.data.bars import Accounts
-from tailguard.data.disk.bar_store import BarStore, moment
+from tailguard.data.disk.bar_store import BarStore, Series, moment
 from tailguard.data.features import FeatureError, compute_features, longest_warmup
 from tailguard.data.panel import FeatureTable, Panel
 
@@ -22,15 +21,8 @@ SEAM_ROWS = 64
 """Bars before a seam whose features are computed on both sides and compared."""
 SEAM_TOLERANCE = 1e-6
 """Largest difference there, as a share of the feature's largest value in the window."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """Rows that follow those of the previous window."""
-
-    panel: Panel
-    """`segment` numbers continue from window to window."""
-    table: FeatureTable
+SCANNED = 65_536
+"""Bars that are looked at together in the search for the beginning of a session."""
 
 
 @dataclass(frozen=True)
@@ -42,59 +34,53 @@ class Part:
     stop: int
 
 
+@dataclass(frozen=True)
+class Window:
+    """Rows that follow those of the previous window."""
+
+    start: int
+    """First of them among the rows of the part."""
+    panel: Panel
+    """Their prices; its segments are the window's own."""
+    table: FeatureTable
+
+
 def stream_features(
-    store: BarStore,
-    common: NDArray[np.int64],
-    part: Part,
-    names: Sequence[str] | None,
-    accounts: Accounts,
-    rows: int,
+    store: BarStore, times: NDArray[np.int64], part: Part, names: Sequence[str] | None, rows: int
 ) -> Iterator[Window]:
-    """The rows that `bars.panel(accounts)` and `compute_features` give for the part, about `rows` at a time.
+    """The rows at these times of the part, `rows` at a time, as `bars.panel()` and `compute_features` give them.
 
-    `common`: the times that every symbol has. Raises `FeatureError` where a feature's value depends on more history
-    than a window reads, so that it would change with the size of the windows.
+    `store`: of one symbol, which has a bar at each of `times`. Raises `FeatureError` where a feature's value depends on
+    more history than a window reads, so that it would change with the size of the windows.
     """
-    overlap = OVERLAP * max(longest_warmup(store.sample(), names), SEAM_ROWS) * store.step
-    together = [(store.symbols, common)]
-    apart = [((one.symbol,), one.time) for one in store.series]
-    segment, last_time = -1, 0
-    for lane, times in together if accounts == "portfolio" else apart:
-        seam: _Seam | None = None
-        for begin, end in _windows(times, part, max(1, rows // len(lane))):
-            bars = store.bars(max(part.start, begin - overlap), end, begin, lane)
-            panel, table = bars.panel(), compute_features(bars, names)
-            own = int(np.searchsorted(panel.time, begin))
-            kept = panel.rows_between(own, panel.rows)
-            breaks = np.diff(kept.time, prepend=last_time) != store.step
-            if seam is None:
-                breaks[0] = True
-            else:
-                seam.check(panel.time, table, store.source)
-            seam = _Seam(panel.time[-SEAM_ROWS:], table.values[-SEAM_ROWS:], _largest(table.values))
-            numbers = segment + np.cumsum(breaks)
-            segment, last_time = int(numbers[-1]), int(kept.time[-1])
-            kept = replace(
-                kept,
-                segment=numbers.astype(np.int32),
-                tradeable=kept.time >= part.first,
-                symbols=store.symbols,
-            )
-            yield Window(kept, replace(table, values=table.values[own:], valid=table.valid[own:]))
+    (series,) = store.series
+    overlap = OVERLAP * max(longest_warmup(store.sample(), names), SEAM_ROWS)
+    seam: _Seam | None = None
+    for start in range(0, len(times), rows):
+        own = np.array(times[start : start + rows])
+        stop = int(times[start + rows]) if start + rows < len(times) else part.stop
+        low = max(series.row_at(part.start), series.row_at(int(own[0])) - overlap)
+        if store.sessions is not None:
+            low = max(series.row_at(part.start), _before_session(series, low, store.step))
+        bars = store.bars(int(series.time[low]), stop, int(own[0]))
+        panel, table = bars.panel(), compute_features(bars, names)
+        if seam is not None:
+            seam.check(panel.time, table, store.source)
+        seam = _Seam(panel.time[-SEAM_ROWS:], table.values[-SEAM_ROWS:], _largest(table.values))
+        places = np.searchsorted(panel.time, own)
+        kept = replace(table, values=table.values[places], valid=table.valid[places])
+        yield Window(start, panel.rows_at(places), kept)
 
 
-def count_rows(store: BarStore, part: Part, accounts: Accounts, common: NDArray[np.int64]) -> int:
-    """Rows that `stream_features` will give; `common` are the times that every symbol has."""
-    if accounts == "portfolio":
-        return int(np.searchsorted(common, part.stop) - np.searchsorted(common, part.start))
-    return sum(one.row_at(part.stop) - one.row_at(part.start) for one in store.series)
-
-
-def _windows(times: NDArray[np.int64], part: Part, rows: int) -> Iterator[tuple[int, int]]:
-    """Stretches of the part that hold `rows` of these times each."""
-    low, high = np.searchsorted(times, (part.start, part.stop))
-    edges = [int(time) for time in times[low:high:rows]]
-    yield from zip(edges, [*edges[1:], part.stop], strict=True)
+def _before_session(series: Series, row: int, step: int) -> int:
+    """The row before the session of this one: features may count bars from its beginning, and know the closure."""
+    while row > 0:
+        low = max(0, row - SCANNED)
+        opens = np.flatnonzero(np.diff(series.time[low : row + 1]) > step)
+        if len(opens):
+            return low + int(opens[-1])
+        row = low
+    return 0
 
 
 def _largest(values: Float) -> Float:
