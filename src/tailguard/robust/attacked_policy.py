@@ -109,28 +109,27 @@ class AttackedPolicy:
         return Ball.of(self.attack, obs, self.mask, self.units)
 
     def _objective(self, obs: Tensor, memories: Memories, start: Tensor) -> Objective:
-        members = list(zip(self.networks, memories, strict=True))
+        clean = self.reference(obs, memories, start)
+        return lambda moved: self.damage(clean, moved, memories, start)
+
+    @torch.no_grad()
+    def reference(self, obs: Tensor, memories: Memories, start: Tensor) -> list[Tensor]:
+        """What the members make of the truth, to which `damage` compares; nothing where the target is the critic."""
+        return [] if self.attack.target == "critic" else self._dist_params(obs, memories, start)
+
+    def damage(self, clean: Sequence[Tensor], moved: Tensor, memories: Memories, start: Tensor) -> Tensor:
+        """What the attack wants to be large, at these observations with these memories, [N]."""
         if self.attack.target == "critic":
-            return lambda moved: (
-                -torch.stack(
-                    [row_values(member.network, member.scale(moved), memory, start) for member, memory in members]
-                ).mean(0)
-            )
+            members = zip(self.networks, memories, strict=True)
+            values = [row_values(member.network, member.scale(moved), memory, start) for member, memory in members]
+            return -torch.stack(values).mean(0)
+        found = self._dist_params(moved, memories, start)
         heads = [member.network.action_head for member in self.networks]
-        with torch.no_grad():
-            clean = self._dist_params(obs, memories, start)
-            target = None
-            if self.attack.target in ("action", "reverse") and all(isinstance(head, GaussianHead) for head in heads):
-                target = self._combined(clean)
-
-        def objective(moved: Tensor) -> Tensor:
-            found = self._dist_params(moved, memories, start)
-            if target is not None:
-                change = (self._combined(found) - target) / self._half_width
-                return change.square().sum(-1) if self.attack.target == "action" else -(change * target.sign()).sum(-1)
+        if self.attack.target == "kl" or not all(isinstance(head, GaussianHead) for head in heads):
             return torch.stack([head.kl(*pair) for head, *pair in zip(heads, clean, found, strict=True)]).sum(0)
-
-        return objective
+        target = self._combined(clean)
+        change = (self._combined(found) - target) / self._half_width
+        return change.square().sum(-1) if self.attack.target == "action" else -(change * target.sign()).sum(-1)
 
     def _dist_params(self, obs: Tensor, memories: Memories, start: Tensor) -> list[Tensor]:
         return [
