@@ -168,7 +168,7 @@ TASKS: dict[str, Task] = {
         evaluate_market,
         attack_market,
         seeds=tuple(range(200, 208)),
-        epsilon=0.4,
+        epsilon=0.35,
         robust=RobustConfig(coef=3.0, epsilon=0.5, through_time=True, steps=3),
         floor=0.0,
     ),

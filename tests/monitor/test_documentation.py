@@ -56,7 +56,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
     },
     "through the market, no critics": {"learner": tg.PathwiseLearner, "critic_epochs": 0},
-    "through the market, against attacks": {"learner": tg.PathwiseLearner, "robust": RobustConfig(coef=1.0)},
+    "through the market, against attacks": {
+        "learner": tg.PathwiseLearner,
+        "robust": RobustConfig(coef=1.0, critic_coef=1.0),
+        "critic_epochs": 1,
+    },
 }
 
 

@@ -74,7 +74,9 @@ def test_faults_are_refused_by_name(override: str, message: str) -> None:
         load_config(overrides=[override])
 
 
-def test_what_only_ppo_can_do_is_refused_by_the_other_learner() -> None:
+def test_critics_that_are_not_there_cannot_be_smoothed() -> None:
     env = tg.TradingEnv(tg.make_market(1_000, seed=0).bars, num_envs=4, episode_length=16)
-    with pytest.raises(ConfigError, match="ppo"):
-        tg.PathwiseLearner(env, robust=RobustConfig(coef=1.0, critic_coef=1.0))
+    robust = RobustConfig(coef=1.0, critic_coef=1.0)
+    with pytest.raises(ConfigError, match=r"robust\.critic_coef: 1 .*pathwise\.critic_epochs"):
+        tg.PathwiseLearner(env, robust=robust)
+    assert tg.PathwiseLearner(env, robust=robust, critic_epochs=1).updates.smoothness is not None

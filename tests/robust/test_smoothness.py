@@ -169,11 +169,14 @@ def state_of(learner: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in learner.policy.state_dict().items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"adversary": "alternate", "adversary_every": 1, "adversary_rollouts": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"critic_coef": 1.0}, {"adversary": "alternate", "adversary_every": 1, "adversary_rollouts": 1}]
+)
 def test_a_resumed_learner_goes_on_bit_for_bit(make_ppo: Make, make_pathwise: Make, options: Any) -> None:
     config = dataclasses.replace(FULL, attack="sgld", schedule="linear", **options)
     for make in (make_ppo, make_pathwise):
-        whole, first, second = (make(robust=config) for _ in range(3))
+        more = {"critic_epochs": 1} if make is make_pathwise and config.critic_coef else {}
+        whole, first, second = (make(robust=config, **more) for _ in range(3))
         for iteration in range(6):
             for learner in (whole, first if iteration < 3 else second):
                 learner.state.progress = iteration / 6
@@ -221,6 +224,76 @@ def test_the_penalty_of_gradients_through_the_market_is_the_squared_change_of_th
     penalty.backward()
     grads = {name for name, parameter in learner.policy.named_parameters() if parameter.grad is not None}
     assert {name for name, _ in learner.policy.named_parameters() if name.startswith("trunks.0")} <= grads
+
+
+@pytest.mark.parametrize("memory", ["separate", "shared", "none"])
+@pytest.mark.parametrize("through_time", [False, True])
+def test_critics_of_gradients_through_the_market_are_smoothed_where_the_policy_is_attacked(
+    make_pathwise: Make, memory: str, through_time: bool
+) -> None:
+    """The term is the weighted squared change of the value by the policy's own attack, and it reaches the critics."""
+    robust = dataclasses.replace(FULL, critic_coef=3.0, through_time=through_time)
+    learner = make_pathwise(robust=robust, critic_epochs=1, memory=memory)
+    batches: list[Batch] = []
+    learner.updates.run = lambda batch, inner_resets: batches.append(batch)  # noqa: ARG005
+    learner.iterate()
+    (batch,), policy = batches, learner.policy
+    loss = learner.updates.loss(batch, batch.weights.sum(), None)
+    moved = batch.extra["robust/obs"]
+    delta = (moved - batch.obs).abs()
+    assert 0 < delta.max() <= 0.3 + 1e-6
+    with torch.no_grad():
+        if through_time or memory == "none":
+            values = [
+                torch.stack([c.value.squeeze(-1) for c in policy(obs, batch.state, batch.episode_start).critics]).mean(
+                    0
+                )
+                for obs in (batch.obs, moved)
+            ]
+        else:
+            values = stepped_values(policy, batch, moved)
+    expected = 3.0 * (values[1] - values[0]).square()[batch.weights > 0].mean()
+    assert expected > 0
+    # By row the memory is that of the policy that acted, one step of the optimiser before this one.
+    tolerance = 1e-4 if through_time or memory != "shared" else 0.2
+    torch.testing.assert_close(loss.terms["robust"].detach(), expected, rtol=tolerance, atol=1e-7)
+    torch.testing.assert_close(loss.total, torch.stack(list(loss.terms.values())).sum())
+    learner.optimizer.zero_grad()
+    loss.terms["robust"].backward()
+    reached = {
+        name for name, value in policy.named_parameters() if value.grad is not None and value.grad.abs().max() > 0
+    }
+    assert any(name.startswith("critics.0.value") for name in reached)
+    assert not any(name.startswith("action_head") for name in reached)
+    same = dataclasses.replace(batch, extra=batch.extra | {"robust/obs": batch.obs})
+    assert learner.updates.loss(same, batch.weights.sum(), None).terms["robust"] == 0
+
+
+def stepped_values(policy: Any, batch: Batch, moved: Tensor) -> list[Tensor]:
+    """Values of the true and of the attacked rows, each given the memory that the true rows before it leave."""
+    memory, found = list(batch.state), []
+    for row, other, start in zip(batch.obs, moved, batch.episode_start, strict=True):
+        pair = []
+        for obs in (row, other):
+            features = {
+                index: policy.each_trunk()[index].step(obs, memory[index], start)[0] for index in policy.critic_trunks
+            }
+            pair.append(torch.stack([c.value.squeeze(-1) for c in policy.critic_heads(features)]).mean(0))
+        found.append(torch.stack(pair))
+        memory = [trunk.step(row, state, start)[1] for trunk, state in zip(policy.each_trunk(), memory, strict=True)]
+    return list(torch.stack(found, dim=1))
+
+
+def test_smoothed_critics_change_less_under_attack(make_pathwise: Make) -> None:
+    """After as many steps the same attack moves their value by less than half."""
+    losses = {}
+    for weight in (1e-6, 100.0):
+        robust = dataclasses.replace(FULL, coef=1e-9, critic_coef=weight)
+        learner = make_pathwise(robust=robust, critic_epochs=4, critic_learning_rate=3e-3)
+        for _ in range(40):
+            report = learner.iterate()
+        losses[weight] = report["train/robust_critic_loss"] / weight
+    assert losses[100.0] < 0.25 * losses[1e-6]
 
 
 def test_metrics_say_how_large_the_attack_is_and_what_it_does(make_ppo: Make, make_pathwise: Make) -> None:

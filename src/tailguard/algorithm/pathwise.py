@@ -87,7 +87,7 @@ class PathwiseLearner(Learner):
         chosen = chosen.completed(risk, episode_length_of(accounts))
         self.has_critics = bool(chosen.critic_epochs)
         self.critic_learning_rate, self.entropy_coef = (torch.zeros((), device=accounts.device) for _ in range(2))
-        check_robust(robust)
+        check_robust(robust, has_critics=self.has_critics)
         super().__init__(
             accounts,
             chosen,
@@ -98,7 +98,8 @@ class PathwiseLearner(Learner):
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
-        self.updates = CriticUpdates(self.context, chosen)
+        smooths_critics = self.smoothness is not None and self.robust.critic_coef > 0
+        self.updates = CriticUpdates(self.context, chosen, self.smoothness if smooths_critics else None)
         self.set_hyper()
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
@@ -160,6 +161,8 @@ class PathwiseLearner(Learner):
         # After the policy's step, whose objective is in the old units.
         metrics |= self.targets.rescale(rollout, estimates)
         targets = self._batch(rollout, estimates) if self.has_critics else None
+        if targets is not None and self.smoothness is not None and self.robust.critic_coef > 0:
+            targets = self.smoothness.attach(targets)
         return _Window(rollout, Prepared(estimates, targets, metrics), usable)
 
     def _batch(self, rollout: Rollout, estimates: Estimates) -> Batch:
@@ -305,11 +308,12 @@ def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[
     return {name: value.detach() for name, value in metrics.items()}
 
 
-def check_robust(robust: RobustConfig | None) -> None:
-    """Refuse what only PPO can do against attacks."""
-    if robust is not None and robust.critic_coef > 0:
+def check_robust(robust: RobustConfig | None, *, has_critics: bool) -> None:
+    """Refuse to smooth critics that are not there."""
+    if robust is not None and robust.critic_coef > 0 and not has_critics:
         raise ConfigError(
-            "robust.critic_coef: pathwise trains its critics apart from the policy; set it to 0, or learner to ppo"
+            f"robust.critic_coef: {robust.critic_coef:g} smooths the critics, and pathwise has none here; "
+            "set it to 0, or pathwise.critic_epochs to 1 or more"
         )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,9 @@ from tailguard.algorithm.update import (
 )
 from tailguard.device_ops import shuffled
 from tailguard.monitor.device_metrics import MeanMetrics
+
+if TYPE_CHECKING:
+    from tailguard.robust.smoothness import Smoothness
 
 GROUPS = "groups"
 """Key under which the norms of all parts' gradients travel together, until they are named."""
@@ -241,8 +246,10 @@ class CriticUpdates(Updates):
 
     config: PathwiseConfig
 
-    def __init__(self, context: TrainingContext, config: PathwiseConfig) -> None:
+    def __init__(self, context: TrainingContext, config: PathwiseConfig, smoothness: Smoothness | None = None) -> None:
         super().__init__(context, config)
+        self.smoothness = smoothness
+        """Keeps values from changing under the attack on the policy, if anything does."""
         self.policy_metrics = MeanMetrics(context.learning_rate.device)
         """Metrics of the policy's own step."""
 
@@ -264,13 +271,24 @@ class CriticUpdates(Updates):
         self.policy_metrics.add(metrics)
 
     def loss(self, batch: Batch, total_weight: Tensor, inner_resets: bool | None) -> MinibatchLoss:
-        return critic_minibatch_loss(
+        loss = critic_minibatch_loss(
             self.context.policy,
             batch,
             self.config,
             total_weight,
             inner_resets,
             self.context.runtime.compiled(loss_of_critic_features),
+        )
+        if self.smoothness is None:
+            return loss
+        change = self.smoothness.critic_loss(self.context.policy, batch)
+        term = masked_mean(change, batch.weights, total_weight.clamp(min=1))
+        return replace(
+            loss,
+            total=loss.total + term,
+            terms=loss.terms | {"robust": term},
+            metrics=loss.metrics | {"train/robust_critic_loss": term.detach()},
+            finite=loss.finite & term.isfinite(),
         )
 
     def metrics(self) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class RobustConfig(FeedConfig):
     detach: bool = True
     """The policy at the clean observation is a constant to the regulariser: only the attacked one is moved."""
     critic_coef: float = 0.0
-    """Weight of the squared change of the value under the same perturbation, for ppo; 0 is off."""
+    """Weight of the squared change of the value under the same perturbation, where there are critics; 0 is off."""
     adversary: AdversaryMode = "none"
     """alternate: learn on observations that a learned adversary perturbs, which is trained in turns with the agent by
     ppo; none: true observations."""

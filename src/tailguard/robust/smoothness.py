@@ -84,6 +84,8 @@ class Smoothness:
             self._fresh_attack, self._window, self._window_values = map(
                 eager, (self._attack_again, _read_window, _read_values)
             )
+        self._attacked: AttackedRows | None = None
+        """Of the window that `penalty` attacked last."""
         self._found = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
 
     def set_progress(self, progress: float) -> None:
@@ -125,13 +127,31 @@ class Smoothness:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted term, mean over the rows [T, N] that count, and its metrics."""
         rows, _ = self._attack(policy, obs.detach(), state, episode_start)
+        self._attacked = rows
         weights = valid.float() / valid.float().sum().clamp(min=1)
         output = None
         if self.config.through_time:
             with torch.no_grad():
                 output = policy(rows.obs, state, episode_start)
         found = self._measure(policy, rows, weights)
-        return (self._term(policy, rows, output) * weights).sum(), dict(zip(METRICS, found, strict=True))
+        term = self._policy_term(policy, rows, output)
+        return (term * weights).sum(), dict(zip(METRICS, found, strict=True))
+
+    def attach(self, batch: Batch) -> Batch:
+        """The critics' batch of the window that `penalty` attacked last, with what the attack made of it."""
+        rows = self._attacked
+        assert rows is not None  # the policy's step comes first
+        extra = {"robust/obs": rows.moved}
+        if not self.config.through_time:
+            extra |= _stored(rows.state, batch.obs.shape[:2])
+        return replace(batch, extra=batch.extra | extra)
+
+    def critic_loss(self, policy: ActorCritic, batch: Batch) -> Tensor:
+        """The weighted change of the value by the attack that `attach` added, per sample, [L, B]."""
+        state = batch.state if self.config.through_time else _read(batch.extra, len(policy.trunks))
+        rows = AttackedRows(batch.obs, batch.extra["robust/obs"], batch.episode_start, state)
+        before, after = self._both_values(policy, rows, None)
+        return self.config.critic_coef * (after - before).square()
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +186,14 @@ class Smoothness:
         return moved.view_as(obs)
 
     def _term(self, policy: ActorCritic, rows: AttackedRows, output: PolicyOutput | None) -> Tensor:
+        """Of policy and value, [L, B]."""
+        term = self._policy_term(policy, rows, output)
+        if self.config.critic_coef > 0:
+            before, after = self._both_values(policy, rows, output)
+            term = term + self.config.critic_coef * (after - before).square()
+        return term
+
+    def _policy_term(self, policy: ActorCritic, rows: AttackedRows, output: PolicyOutput | None) -> Tensor:
         """[L, B]"""
         clean, moved = self._both_sides(policy, rows, output)
         if isinstance(policy.action_head, GaussianHead) and policy.action_head.free_log_std is not None:
@@ -173,11 +201,7 @@ class Smoothness:
             # change of the mean from the divergence.
             mean, log_std = moved.chunk(2, dim=-1)
             moved = torch.cat((mean, log_std.detach()), dim=-1)
-        term = self.config.coef * distance(policy.action_head, clean, moved, self.attack.target)
-        if self.config.critic_coef > 0:
-            before, after = self._both_values(policy, rows, output)
-            term = term + self.config.critic_coef * (after - before).square()
-        return term
+        return self.config.coef * distance(policy.action_head, clean, moved, self.attack.target)
 
     def _both_sides(
         self, policy: ActorCritic, rows: AttackedRows, output: PolicyOutput | None
@@ -202,8 +226,11 @@ class Smoothness:
     ) -> tuple[Tensor, Tensor]:
         """Values at both, in normalised units, [L, B] each."""
         if self.config.through_time:
-            assert output is not None
-            before = torch.stack([critic.value.squeeze(-1) for critic in output.critics]).mean(0)
+            if output is None:
+                with torch.no_grad() if self.config.detach else nullcontext():
+                    before = self._window_values(policy, replace(rows, moved=rows.obs))
+            else:
+                before = torch.stack([critic.value.squeeze(-1) for critic in output.critics]).mean(0)
             return before.detach() if self.config.detach else before, self._window_values(policy, rows)
         start, shape = rows.episode_start.flatten(), rows.obs.shape[:2]
         with torch.no_grad() if self.config.detach else nullcontext():
