@@ -335,6 +335,21 @@ def test_a_compiled_learner_learns_the_same(make_ppo: Make) -> None:
         assert reports[0] == pytest.approx(reports[1], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("adversary", ["none", "alternate"])
+def test_compiled_gradients_through_the_market_learn_the_same(make_pathwise: Make, adversary: Any) -> None:
+    """Policy and critics, on true observations and in turns with an adversary."""
+    reports = []
+    robust = dataclasses.replace(FULL, critic_coef=1.0, adversary=adversary, adversary_every=1, adversary_rollouts=1)
+    for runtime in ("eager", "compile"):
+        learner = make_pathwise(robust=robust, critic_epochs=1, runtime=runtime)
+        for _ in range(2):
+            report = learner.iterate()
+        names = ("train/robust_loss", "train/robust_critic_loss", "robust/distance", "pathwise/earned")
+        reports.append({name: report[name] for name in names})
+    assert reports[0] == pytest.approx(reports[1], rel=1e-3)
+
+
 def test_a_saved_agent_goes_on_against_the_same_attacks(make_ppo: Make, tmp_path: Path) -> None:
     learner = make_ppo(robust=FULL)
     learner.iterate()
