@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tailguard.data.splits import split_bars as split_bars
     from tailguard.data.splits import walk_forward as walk_forward
     from tailguard.data.synthetic import make_market as make_market
+    from tailguard.envs.constraints import Constraints as Constraints
     from tailguard.envs.prepared_market import open_market as open_market
     from tailguard.envs.randomisation import Randomisation as Randomisation
     from tailguard.envs.trading import TradingEnv as TradingEnv
@@ -41,6 +42,7 @@ _PUBLIC = {
     "BarsError": "tailguard.errors",
     "BarsWarning": "tailguard.errors",
     "ConfigError": "tailguard.errors",
+    "Constraints": "tailguard.envs.constraints",
     "DistributionalPPO": "tailguard.algorithm.ppo",
     "Ensemble": "tailguard.algorithm.ensemble",
     "MarketConfig": "tailguard.market.config",

@@ -21,6 +21,7 @@ import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.data.stored_features import FeaturePrecision
+from tailguard.envs.constraints import Constraints
 from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
@@ -37,7 +38,10 @@ Select = Literal["auto", "best", "last", "ensemble"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
 BOOLEAN = "tag:yaml.org,2002:bool"
-TABLES = ("market.per_symbol", "data.delistings")
+TABLES = (
+    *("market.per_symbol", "data.delistings"),
+    *("env.constraints.asset_caps", "env.constraints.groups", "env.constraints.group_caps"),
+)
 """Settings that are tables by names of the user's choice."""
 LARGEST_CONFIG = 2**18
 """Bytes of a config file; all settings with their comments take about 15,000."""
@@ -121,6 +125,8 @@ class EnvConfig:
     """Hard cap on exposure: a move of this size against all positions may not break shield_budget; 0 is off."""
     shield_budget: float = 0.04
     """Largest loss of an episode after such a shock, as a fraction of its starting equity."""
+    constraints: Constraints = field(default_factory=Constraints)
+    """Limits on target weights, kept at every decision; nothing is limited by default."""
     randomisation: Randomisation = field(default_factory=Randomisation)
     """Random variation of the training episodes; evaluations are without it."""
 
@@ -131,6 +137,7 @@ class EnvConfig:
         check_choice("env.reward", self.reward, REWARDS)
         check_range("env.shield_shock", self.shield_shock, low=0, high=1)
         check_range("env.shield_budget", self.shield_budget, low=0, low_open=True, high=1)
+        self.constraints.check_fits(shielded=self.shield is not None, flat_by_close=self.flat_by_close)
 
     @property
     def shield(self) -> Shield | None:
@@ -216,6 +223,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
+        throttled = self.risk.limit is not None and self.risk.throttle and self.risk.measure == "episode"
+        self.env.constraints.check_fits(throttled=throttled)
         other = self.ppo if self.learner == "pathwise" else self.pathwise
         if other.loss_terms:
             raise ConfigError(

@@ -12,6 +12,7 @@ import torch
 import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.data.bars import Bars
+from tailguard.envs.constraints import Constraints
 from tailguard.envs.shield import Shield
 from tailguard.live.bar_history import BarHistory
 from tailguard.live.decide import BarDecider, LiveDecider
@@ -39,7 +40,7 @@ FEATURES = ("return_24", "rsi_14", "macd", "bollinger_20", "trend_24", "volume_1
 
 
 def make_agent(assets: int, features: tuple[str, ...] | None = FEATURES) -> Ensemble:
-    """Two members with an exposure, a throttle, a shield and volatility scaling, and positions that are not tiny."""
+    """Two members with an exposure, a throttle, limits, a shield and volatility scaling, and positions that are not tiny."""
     bars = tg.make_market(1_100, assets=assets, seed=5).bars
     env = tg.TradingEnv(
         bars,
@@ -47,6 +48,7 @@ def make_agent(assets: int, features: tuple[str, ...] | None = FEATURES) -> Ense
         episode_length=32,
         accounts="portfolio",
         shield=Shield(shock=0.2, budget=0.1),
+        constraints=Constraints(asset_max=0.45, turnover_max=0.3),
         volatility_half_life=24,
         features=features,
     )

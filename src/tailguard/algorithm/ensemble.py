@@ -51,6 +51,8 @@ class Ensemble:
         self.exposure = exposure.factor if isinstance(exposure, Exposure) else exposure
         check_range("exposure", self.exposure, low=0)
         self.throttled = throttled
+        if self.spec is not None:
+            self.spec.constraints.check_fits(throttled=throttled)
         first = self.members[0]
         if not isinstance(first.env.action_space, Box):
             raise ConfigError(

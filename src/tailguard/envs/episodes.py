@@ -17,6 +17,7 @@ from torch import Tensor
 from tailguard import market as simulator
 from tailguard.data.panel import Panel
 from tailguard.device_ops import may_hold_any
+from tailguard.envs.projection import Limits, constrain
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market import Market, MarketState, Transition
@@ -90,6 +91,8 @@ class TradingTask:
     flat_rows: Tensor | None = None
     """Rows at whose close all positions are sold: the next bar is the last of its session, [R] bool; None: positions
     are carried over nights and weekends."""
+    limits: Limits | None = None
+    """Limits on target weights, in the market's precision; None: the leverage alone."""
 
     @property
     def observation_names(self) -> tuple[str, ...]:
@@ -152,18 +155,36 @@ class TradingTask:
         return [weight * scale for weight, scale in zip(weights, self.volatility_factors[row].tolist(), strict=True)]
 
     def decide(self, action: Tensor, state: EpisodeState) -> tuple[Tensor, Tensor]:
-        """Target weights [N, A] for actions in this state, and where the shield reduced them, [N] bool."""
-        if self.holdable is not None:
+        """Target weights [N, A] for actions in this state, and where the shield reduced them, [N] bool.
+
+        The limits come after all that shapes a wish. A session's end and the shield come last: they only reduce.
+        """
+        present = None if self.holdable is None else self.holdable.index_select(0, state.market.row)
+        if present is not None:
             # Before they are scaled down together: an absent asset takes no share of the leverage.
-            action = action * self.holdable.index_select(0, state.market.row)
+            action = action * present
         weights = self.to_weights(action)
         if self.volatility_factors is not None:
             weights = weights * self.volatility_factors.index_select(0, state.market.row)
+        if self.limits is not None:
+            weights = constrain(weights.to(self.market.dtype), state.market.weights, self.limits, present)
         if self.flat_rows is not None:
             weights = weights.masked_fill(self.flat_rows.index_select(0, state.market.row).unsqueeze(1), 0)
         if self.shield is None:
             return weights, torch.zeros_like(state.age, dtype=torch.bool)
         return self.shield.apply(weights, state.market.equity, state.start_equity)
+
+    def limit_one(self, target: Sequence[float], held: Sequence[float], row: int) -> list[float]:
+        """Target weights of one account [A] within the limits; NaN still holds a position that they leave alone."""
+        if self.limits is None:
+            return list(target)
+        wanted, present_weights = (torch.tensor([list(each)], dtype=self.market.dtype) for each in (target, held))
+        holds = wanted.isnan()
+        wanted = torch.where(holds, present_weights, wanted)
+        present = None if self.holdable is None else self.holdable[row].unsqueeze(0)
+        within = constrain(wanted, present_weights, self.limits, present)
+        limited: list[float] = within.masked_fill(holds & (within == present_weights), torch.nan)[0].tolist()
+        return limited
 
     def advance(
         self, state: EpisodeState, target: Tensor, hold: Tensor | None = None

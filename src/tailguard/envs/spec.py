@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
 from tailguard.data.scaling import Scaler
+from tailguard.envs.constraints import Constraints, limits_of
 from tailguard.envs.episodes import Reward, TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.shield import Shield
@@ -69,6 +70,7 @@ class TradingSpec:
     flat_by_close: bool = False
     sessions: Pace | None = None
     """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+    constraints: Constraints = field(default_factory=Constraints)
 
     @property
     def pace(self) -> Pace:
@@ -89,6 +91,7 @@ class TradingSpec:
             volatility=env.volatility,
             flat_by_close=env.task.flat_rows is not None,
             sessions=env.prepared.panel.sessions,
+            constraints=env.constraints,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,6 +108,7 @@ class TradingSpec:
             "volatility": None if self.volatility is None else asdict(self.volatility),
             "flat_by_close": self.flat_by_close,
             "sessions": None if self.sessions is None else asdict(self.sessions),
+            "constraints": asdict(self.constraints),
         }
 
     def check_fits(self, panel: Panel) -> None:
@@ -130,8 +134,9 @@ class TradingSpec:
         bars = None if seen is None else TrainingBars.from_dict(seen)
         scaled = state.get("volatility")
         volatility = None if scaled is None else VolatilityScaling(scaled["half_life"], tuple(scaled["reference"]))
-        pace = state.get("sessions")
+        pace, limited = state.get("sessions"), state.get("constraints")
         parts = {"scaler": scaler, "market": market, "shield": shield, "training_bars": bars, "volatility": volatility}
+        parts["constraints"] = Constraints() if limited is None else Constraints.from_dict(limited)
         return cls(**{**state, **parts, "sessions": None if pace is None else Pace.from_dict(pace)})
 
 
@@ -147,8 +152,9 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
     """The agent's task on new bars whose features are computed and scaled by the agent's scaler."""
     spec.check_fits(prepared.panel)
     features = torch.as_tensor(prepared.features)
+    market = build_market(prepared.panel, config or spec.market, dtype=dtype)
     return TradingTask(
-        market=build_market(prepared.panel, config or spec.market, dtype=dtype),
+        market=market,
         features=features,
         feature_names=prepared.names,
         episode_length=spec.episode_length,
@@ -157,4 +163,5 @@ def task_on(spec: TradingSpec, prepared: PreparedBars, config: MarketConfig | No
         volatility_factors=volatility_factors(spec.volatility, prepared.seen_panel, features.device),
         holdable=holdable_assets(prepared.panel, prepared.available),
         flat_rows=rows_before_session_ends(prepared.panel) if spec.flat_by_close else None,
+        limits=limits_of(spec.constraints, market),
     )

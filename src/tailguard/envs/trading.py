@@ -18,6 +18,7 @@ from tailguard.data.stored_features import FeaturePrecision
 from tailguard.device_ops import may_hold_any
 from tailguard.envs.asset_layout import AssetLayout
 from tailguard.envs.blocks import BlockCache, Layout
+from tailguard.envs.constraints import Constraints, limits_of
 from tailguard.envs.episodes import (
     REWARDS,
     EpisodeState,
@@ -66,6 +67,7 @@ class TradingEnv:
     `accounts`: `portfolio` trades all symbols in one account, `per_symbol` each symbol in its own accounts.
     `reward`: `log` of net equity growth, `simple` growth, or `pnl` as a share of the episode's first equity.
     `shield`: a hard cap on exposure, so a given shock cannot take an episode's loss beyond a budget; None: off.
+    `constraints`: limits on weights, groups, net and gross exposure and turnover, kept at every decision; None: none.
     `volatility_half_life`: bars; weights are scaled down where recent volatility, weighted with this half-life, exceeds
         its median over these bars. 0: off.
     `randomisation`: random variation of the episodes, for training; None: none. Its copies of the bars are made by
@@ -95,6 +97,7 @@ class TradingEnv:
         accounts: Accounts = "portfolio",
         reward: Reward = "log",
         shield: Shield | None = None,
+        constraints: Constraints | None = None,
         volatility_half_life: int = 0,
         randomisation: Randomisation | None = None,
         flat_by_close: bool = False,
@@ -121,6 +124,9 @@ class TradingEnv:
             market = prepared.market(config, host, dtype)
         else:
             market = build_market(prepared.panel, config, device=host, dtype=dtype)
+        self.constraints = constraints or Constraints()
+        self.constraints.check_fits(shielded=shield is not None, flat_by_close=flat_by_close)
+        self.constraints.check_names(prepared.panel.symbols)
         own_bars = prepared.panel.rows_between(0, prepared.own_rows)
         self.volatility: VolatilityScaling | None = None
         if volatility_half_life:
@@ -138,6 +144,7 @@ class TradingEnv:
             volatility_factors=volatility_factors(self.volatility, prepared.seen_panel, host),
             holdable=None if holdable is None else holdable.to(host),
             flat_rows=rows_before_session_ends(prepared.panel).to(host) if flat_by_close else None,
+            limits=limits_of(self.constraints, market, self.device),
         )
         """The task on all bars."""
         self.starts = self._find_starts(prepared, episode_length).to(host)
@@ -176,7 +183,8 @@ class TradingEnv:
     @property
     def action_space(self) -> Box:
         high = torch.ones(self.task.market.assets, device=self.device)
-        return Box(-high if self.task.market.config.allow_short else torch.zeros_like(high), high)
+        shorts = self.task.market.config.allow_short and not self.constraints.long_only
+        return Box(-high if shorts else torch.zeros_like(high), high)
 
     @staticmethod
     def _prepared(

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
+from tailguard.envs.constraints import Constraints, limits_of
 from tailguard.envs.episodes import TradingTask, holdable_assets, rows_before_session_ends
 from tailguard.errors import BarsError, BarsWarning, ConfigError
 from tailguard.evaluate import metrics
@@ -186,6 +187,7 @@ def backtest(
     warn_in_sample: bool = True,
     throttle: bool = True,
     flat_by_close: bool = False,
+    constraints: Constraints | None = None,
 ) -> BacktestResult:
     """Trade one account over all tradeable bars and book everything.
 
@@ -201,6 +203,7 @@ def backtest(
     `progress_bar`: show a bar in a terminal or a notebook once two seconds have passed.
     `warn_in_sample`: give a `BarsWarning` where an agent trades symbols at times that it was trained on.
     `flat_by_close`: sell everything at the open of each session's last bar; an agent does as it was trained.
+    `constraints`: limits on the weights of a function or an array; an agent has those that it was trained under.
     `throttle`: reduce the exposure of an agent that has a throttle by the losses that it makes on these bars.
 
     An agent sees what it saw in training: its window of `episode_length` bars restarts, with its memory reset,
@@ -213,6 +216,8 @@ def backtest(
     if isinstance(policy, BacktestAgent):
         if policy.spec is None:
             raise ConfigError("this agent was not trained on a TradingEnv, so it cannot be backtested on bars")
+        if constraints is not None:
+            raise ConfigError("constraints: an agent has those that it was trained under; leave them out")
         task, usable, panel = agent_task(policy.spec, bars, config, dtype, Conditions(noise, seed, feed))
         if warn_in_sample and policy.spec.training_bars is not None:
             _warn_in_sample(policy.spec.training_bars, panel)
@@ -234,6 +239,7 @@ def backtest(
             episode_length=panel.rows,
             holdable=holdable_assets(panel),
             flat_rows=flat_rows,
+            limits=None if constraints is None else limits_of(constraints, market),
         )
         decider = FunctionDecider(policy, seen) if callable(policy) else ArrayDecider(policy, panel)
     control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None

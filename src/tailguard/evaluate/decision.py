@@ -1,9 +1,9 @@
 """One decision at the close of each bar: the same code in backtests and in shadow, paper and live trading.
 
 A decision is what the policy asks for (0 for assets that may not be held, and before a close that must be met flat),
-times the factor of the agent's throttle, within the agent's shield. It depends on the bars so far, on the account, and
-on a memory that is carried from bar to bar: the agent's episode window, the window of realised losses, the throttle,
-and the policy's own recurrent state.
+times the factor of the agent's throttle, within the agent's limits on portfolios and its shield. It depends on the bars
+so far, on the account, and on a memory that is carried from bar to bar: the agent's episode window, the window of
+realised losses, the throttle, and the policy's own recurrent state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Decision:
     """Target weights for the next open, and what shaped them."""
 
     target: list[float]
-    """[A], after throttle and shield; NaN holds a position."""
+    """[A], after throttle, limits and shield; NaN holds a position."""
     throttle: float = 1.0
     """Factor of the throttle on the exposure."""
     shielded: bool = False
@@ -78,6 +78,7 @@ def decide(
     if throttle is not None and memory.realised.age >= task.episode_length:
         throttle.observe(account.equity / memory.realised.start_equity - 1)
         memory.realised = EpisodeWindow(account.equity, account.equity)
+    closing = flat or (task.flat_rows is not None and bool(task.flat_rows[account.row]))
     if flat:
         target = [0.0] * panel.assets
     else:
@@ -85,13 +86,15 @@ def decide(
         check_target(asked, panel, account.row, task.market.config)
         memory.waiting.append(asked)
         target = memory.waiting.popleft()
-        if task.flat_rows is not None and bool(task.flat_rows[account.row]):
+        if closing:
             target = [0.0] * panel.assets
         if task.holdable is not None:
             there = task.holdable[account.row].tolist()
             target = [weight if held else 0.0 for weight, held in zip(target, there, strict=True)]
     if throttle is not None:
         target = [weight * throttle.factor for weight in target]
+    if task.limits is not None and not closing:
+        target = task.limit_one(target, account.weights, account.row)
     shielded = False
     if task.shield is not None and any(target) and not np.isnan(target).any():
         equity, start = (

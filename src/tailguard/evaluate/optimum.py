@@ -36,6 +36,8 @@ def why_no_optimum(run: TrainedRun) -> str | None:
     """
     if run.synthetic is None or run.synthetic.signal == 0:
         return None
+    if run.config.env.constraints.active:
+        return "env.constraints limits the portfolio, and the optimum is that of an account without limits"
     try:
         run.synthetic.optimum(*_optimum_settings(run.config))
     except TailguardError as error:

@@ -184,6 +184,7 @@ def build_env(config: RunConfig, bars: Bars | PreparedBars, seed: int) -> Tradin
         accounts=config.env.accounts,
         reward=config.env.reward,
         shield=config.env.shield,
+        constraints=config.env.constraints,
         volatility_half_life=config.risk.volatility_half_life if config.risk.limit is not None else 0,
         randomisation=config.env.randomisation,
         flat_by_close=config.env.flat_by_close,
