@@ -223,8 +223,8 @@ def test_combinations_that_no_weights_keep_are_refused(settings: dict[str, Any],
 def test_limits_that_do_not_fit_the_market_or_the_run_are_refused(bars: Any) -> None:
     with pytest.raises(ConfigError, match=r"net_min: 0.9 cannot be reached.* allow a sum of weights of 0.8"):
         environment(bars, constraints=Constraints(net_min=0.9, asset_max=0.2))
+    caps = {"SYN01": 0.4, "SYN04": 0.5}
     with pytest.raises(ConfigError, match=r"0.9 cannot be reached.*of 0.7"):
-        caps = {"SYN01": 0.4, "SYN04": 0.5}
         environment(bars, constraints=Constraints(net_min=0.9, groups=GROUPS, group_max=0.1, asset_caps=caps))
     with pytest.raises(ConfigError, match=r"no symbol 'SYN1' in these bars. Did you mean 'SYN01'"):
         environment(bars, constraints=Constraints(asset_caps={"SYN1": 0.2}))

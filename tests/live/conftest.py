@@ -40,7 +40,7 @@ FEATURES = ("return_24", "rsi_14", "macd", "bollinger_20", "trend_24", "volume_1
 
 
 def make_agent(assets: int, features: tuple[str, ...] | None = FEATURES) -> Ensemble:
-    """Two members with an exposure, a throttle, limits, a shield and volatility scaling, and positions that are not tiny."""
+    """Two members with an exposure, a throttle, limits, a shield and volatility scaling, and large positions."""
     bars = tg.make_market(1_100, assets=assets, seed=5).bars
     env = tg.TradingEnv(
         bars,
