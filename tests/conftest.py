@@ -157,13 +157,14 @@ def kept_tables() -> Iterator[None]:
     from tailguard.algorithm.loss_terms import LOSS_TERMS
     from tailguard.cli import app
     from tailguard.data.features import FEATURES
-    from tailguard.evaluate.baselines import BASELINES
+    from tailguard.evaluate.baselines import BASELINES, PORTFOLIO_BASELINES
     from tailguard.market.costs import COSTS
     from tailguard.models.critics import CRITICS
     from tailguard.monitor.health import OWN_RULES
     from tailguard.optim import OPTIMIZERS
 
     tables: list[dict[Any, Any]] = [FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES]
+    tables.append(PORTFOLIO_BASELINES)
     tables.append(plugins._LOADED)
     before, commands = [dict(table) for table in tables], list(app.registered_commands)
     try:

@@ -10,6 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailguard.errors import ConfigError
+from tailguard.evaluate.moment import HOLD as HOLD
+from tailguard.evaluate.moment import Moment as Moment
+from tailguard.evaluate.moment import Policy as Policy
+from tailguard.evaluate.portfolio_baselines import EqualWeight, InverseVolatility, MinimumVariance, Momentum
 from tailguard.validate import check_count, check_range
 
 if TYPE_CHECKING:
@@ -18,49 +22,9 @@ if TYPE_CHECKING:
 
 Float = NDArray[np.float64]
 
-HOLD = np.nan
-"""Weight that means: hold this position."""
-
 AGENT, OPTIMUM, BUY_AND_HOLD = "agent", "planted optimum", "buy & hold"
 RANDOM = "random timing"
 """The agent's own trades at other times: a policy of equal turnover that knows nothing."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What a policy function may use: the bars up to now and its account. Later bars are not in it."""
-
-    row: int
-    """Number of the bar that has just closed, counted from the first bar given."""
-    first: bool
-    """Whether this is the first decision of the backtest."""
-    time_ms: int
-    """Open time of that bar, milliseconds UTC."""
-    open: Float
-    """Prices and volumes of all bars up to this one, [row + 1, A] each."""
-    high: Float
-    low: Float
-    close: Float
-    volume: Float
-    weights: Float
-    """Current position values as shares of equity, [A]."""
-    equity: float
-    """Equity as a multiple of the starting capital."""
-    bars_per_year: float
-    unfilled: Float | None = None
-    """Unfilled part of the last order, as shares of equity, positive to buy, [A]; None: nothing."""
-
-    listed: NDArray[np.bool_] | None = None
-    """Which assets are listed, [A], where members of the universe come and go; None: all. Targets of others are 0."""
-
-    @property
-    def waiting(self) -> NDArray[np.bool_]:
-        """Assets whose last order was not completely filled, [A]."""
-        return np.zeros(len(self.weights), bool) if self.unfilled is None else self.unfilled != 0
-
-
-Policy = Callable[[Moment], Float]
-"""Target weights [A] for the next open; NaN (`HOLD`) holds a position."""
 
 
 @dataclass(frozen=True)
@@ -152,34 +116,44 @@ BASELINES: dict[str, MakePolicy] = {
     "flat": lambda *_: Flat(),
 }
 """Every baseline that is shown with an agent, in the order of the tables."""
+PORTFOLIO_BASELINES: dict[str, MakePolicy] = {
+    "equal weight": lambda exposure, _: EqualWeight(exposure),
+    "inverse volatility": lambda exposure, _: InverseVolatility(exposure),
+    "minimum variance": lambda exposure, _: MinimumVariance(exposure),
+    "momentum": lambda exposure, allow_short: Momentum(exposure, allow_short=allow_short),
+}
+"""Baselines that are shown, after those, where an account trades several assets."""
 RESERVED = ("agent", "planted optimum", "random timing")
 """Names of the other rows in those tables."""
 
 
-def baseline(name: str, *, replace: bool = False) -> Callable[[MakePolicy], MakePolicy]:
+def baseline(name: str, *, replace: bool = False, portfolio: bool = False) -> Callable[[MakePolicy], MakePolicy]:
     """Register a function `(exposure, allow_short) -> policy` as a baseline, shown with every agent from then on.
 
     Args:
         name: as the tables and charts show it.
         replace: allow a name that is already registered, as when a notebook cell runs twice.
+        portfolio: show it only where an account trades several assets.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable():
         raise ConfigError(f"baseline name {name!r}: choose a printable name")
     if name in RESERVED:
         raise ConfigError(f"baseline {name!r}: the name is reserved for another row of the tables; choose another name")
-    if name in BASELINES and not replace:
+    table, other = (PORTFOLIO_BASELINES, BASELINES) if portfolio else (BASELINES, PORTFOLIO_BASELINES)
+    if name in other or (name in table and not replace):
         raise ConfigError(f"baseline {name!r} is registered already; choose another name, or pass replace=True")
 
     def register(make: MakePolicy) -> MakePolicy:
-        BASELINES[name] = make
+        table[name] = make
         return make
 
     return register
 
 
-def standard_baselines(leverage: float = 1.0, allow_short: bool = True) -> dict[str, Policy]:
-    """The baselines shown with every agent."""
-    return {name: make(min(leverage, 1.0), allow_short) for name, make in BASELINES.items()}
+def standard_baselines(leverage: float = 1.0, allow_short: bool = True, assets: int = 1) -> dict[str, Policy]:
+    """The baselines shown with every agent, and those of portfolios where an account trades several assets."""
+    tables = BASELINES | (PORTFOLIO_BASELINES if assets > 1 else {})
+    return {name: make(min(leverage, 1.0), allow_short) for name, make in tables.items()}
 
 
 def random_timing(result: BacktestResult, bars: Bars, generator: np.random.Generator) -> Float:

@@ -125,6 +125,7 @@ class FunctionDecider:
             bars_per_year=panel.bars_per_year,
             unfilled=np.array(account.unfilled),
             listed=None if panel.listed is None else panel.listed[row],
+            was_listed=None if panel.listed is None else panel.listed[until],
         )
         target = np.asarray(self.policy(moment), dtype=np.float64)
         if target.shape != (panel.assets,):

@@ -121,7 +121,9 @@ def combine_tests(
         stitched=tuple(stitched),
         baselines={
             name: pooled([backtest(policy, part, config.market, progress_bar=False) for part in parts])
-            for name, policy in standard_baselines(config.market.leverage, config.market.allow_short).items()
+            for name, policy in standard_baselines(
+                config.market.leverage, config.market.allow_short, len(parts[0].symbols)
+            ).items()
         },
         budget=own_budget(config),
     )

@@ -68,7 +68,7 @@ def backtest_with_baselines(
     if optimum is not None:
         before_each(OPTIMUM)
         results[OPTIMUM] = [trade_bars(optimum, bars, market, delay=delay)]
-    for name, policy in standard_baselines(market.leverage, market.allow_short).items():
+    for name, policy in standard_baselines(market.leverage, market.allow_short, len(parts[0].symbols)).items():
         before_each(name)
         results[name] = [trade_bars(policy, part, market, delay=delay) for part in parts]
     before_each(RANDOM)

@@ -16,7 +16,7 @@ from tailguard.data.frequency import frequency_label
 from tailguard.data.registry import FeatureError
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
-from tailguard.evaluate.baselines import AGENT, BASELINES
+from tailguard.evaluate.baselines import AGENT, standard_baselines
 from tailguard.evaluate.benchmark import Relative
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import Budget, BudgetCheck, own_budget
@@ -115,7 +115,8 @@ class ReportData:
 
 def planned_steps(run: TrainedRun, known: EvaluationSummary | None = None) -> int:
     """Steps that `collect` will take, to show progress."""
-    policies = 2 + len(BASELINES) + (run.synthetic is not None and run.synthetic.signal > 0)
+    assets = 1 if run.config.env.accounts == "per_symbol" else len(run.part("test").symbols)
+    policies = 2 + len(standard_baselines(assets=assets)) + (run.synthetic is not None and run.synthetic.signal > 0)
     # Three steps besides the stresses: the validation part, the critics' predictions, the certificates.
     stresses = len(STRESSED_COSTS) + 1 + len(NOISE_LEVELS) + len(ONE_OF_EACH)
     return (0 if known else 2 * policies) + 3 + stresses
