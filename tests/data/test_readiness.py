@@ -12,7 +12,7 @@ from tailguard import cli
 from tailguard.config import load_config
 from tailguard.data.bars import Bars
 from tailguard.data.prepare import prepare
-from tailguard.data.readiness import check_training, funding_note, usable_rows
+from tailguard.data.readiness import TrainingNeeds, check_training, funding_note, usable_rows
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import split_bars
 from tailguard.data.synthetic import make_market
@@ -115,7 +115,7 @@ def test_the_settings_of_the_run_are_those_of_the_check(
 def test_few_bars_left_are_a_warning() -> None:
     bars = with_gaps(make_market(6_000, seed=1).bars, 1_100)
 
-    found = check_training(bars, 0.15, 0.15, "7d", 256)
+    found = check_training(bars, TrainingNeeds(0.15, 0.15, "7d", 256))
 
     assert found.level == "warning"
     assert "features need 742 bars of history after every gap" in found.fault

@@ -14,7 +14,7 @@ import torch
 import tailguard as tg
 from tailguard.data.features import common_times, compute_features
 from tailguard.data.prepare import prepare
-from tailguard.data.readiness import ready_report
+from tailguard.data.readiness import TrainingNeeds, ready_report
 from tailguard.data.sources import bars_of, check_source, load_bars, read_source
 from tailguard.data.splits import split_bars
 from tailguard.errors import BarsError
@@ -236,9 +236,8 @@ def test_the_check_shows_lives_and_names_survivorship() -> None:
         source = read_source(frame)
         report = check_source(source, universe=universe)  # type: ignore[arg-type]
         bars = bars_of(source, report, universe=universe)  # type: ignore[arg-type]
-        parts = {"validation": 0.15, "test": 0.15, "embargo": "1d", "episode_length": 10}
-        ready = ready_report(report, bars, **parts, funding_rate=0.0, uses_volume=False)  # type: ignore[arg-type]
-        return "\n".join(ready.notes)
+        needs = TrainingNeeds(0.15, 0.15, "1d", 10, uses_volume=False)
+        return "\n".join(ready_report(report, bars, needs).notes)
 
     lives = notes(long_lived(), "ragged")
     assert "listed later: B 2021-01-07" in lives

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,6 +14,14 @@ from tailguard.cli.application import data
 from tailguard.cli.common import path_setting
 from tailguard.console import say
 from tailguard.places import check_writable_place
+
+if TYPE_CHECKING:
+    from tailguard.config import DataConfig
+    from tailguard.data.findings import Report
+    from tailguard.data.readiness import TrainingNeeds
+
+HELD_IN_MEMORY = 2**27
+"""Bytes that bars take in memory at least; larger ones are checked in pieces."""
 
 
 @data.command("check")
@@ -70,8 +78,7 @@ def data_check(
 
     from tailguard.config import load_config
     from tailguard.data.check_report import print_report
-    from tailguard.data.readiness import ready_report
-    from tailguard.data.sources import bars_of, check_source, read_source, with_adjusted
+    from tailguard.data.readiness import TrainingNeeds
     from tailguard.data.windows import parse_size
     from tailguard.envs.prepared_market import is_prepared_market, open_market
     from tailguard.plugins import load_plugins
@@ -92,10 +99,45 @@ def data_check(
     }
     named = [f"{name}={json.dumps(value)}" for name, value in short.items() if value is not None]
     run = load_config(None, [*named, *(overrides or [])])
-    chosen = run.data
-    source = with_adjusted(
-        read_source(files if len(files) > 1 else files[0], symbol=symbol), chosen.adjust, chosen.events
+    needs = TrainingNeeds(
+        validation=parse_size(run.data.validation),
+        test=parse_size(run.data.test),
+        embargo=run.data.embargo,
+        episode_length=run.env.episode_length,
+        features=run.data.features or None,
+        accounts=run.env.accounts,
+        funding_rate=run.market.funding_rate,
+        uses_volume=run.market.impact > 0 or math.isfinite(run.market.participation),
+        perpetual=run.market.preset == "crypto_perpetual",
     )
+    report = _checked(files, symbol, frequency, run.data, needs)
+    print_report(report, Console())
+    raise typer.Exit(1 if report.errors else 0)
+
+
+def _checked(
+    files: list[Path], symbol: str | None, frequency: str | None, chosen: DataConfig, needs: TrainingNeeds
+) -> Report:
+    """The report on files: in memory, or in pieces where they are large and nothing needs all of them at once."""
+    from tailguard.data.disk.check_on_disk import check_on_disk
+    from tailguard.data.frequency import parse_frequency
+    from tailguard.data.readers import files_of, least_memory
+    from tailguard.data.readiness import ready_report
+    from tailguard.data.sources import bars_of, check_source, read_source, with_adjusted
+
+    path = files if len(files) > 1 else files[0]
+    in_pieces = symbol is None and chosen.universe == "common" and chosen.adjust == "none"
+    if in_pieces and least_memory(files_of(path)) > HELD_IN_MEMORY:
+        return check_on_disk(
+            path,
+            needs,
+            symbols=chosen.symbols,
+            frequency=parse_frequency(frequency) if frequency else None,
+            calendar=chosen.calendar,
+            gaps=chosen.gaps,
+            volume_unit=chosen.volume_unit,
+        )
+    source = with_adjusted(read_source(path, symbol=symbol), chosen.adjust, chosen.events)
     report = check_source(
         source,
         frequency=frequency,
@@ -104,23 +146,10 @@ def data_check(
         volume_unit=chosen.volume_unit,
         universe=chosen.universe,
     )
-    if not report.errors:
-        bars = bars_of(source, report, chosen.volume_unit, chosen.universe, chosen.delistings or None)
-        report = ready_report(
-            report,
-            bars.select(*chosen.symbols) if chosen.symbols else bars,
-            validation=parse_size(chosen.validation),
-            test=parse_size(chosen.test),
-            embargo=chosen.embargo,
-            episode_length=run.env.episode_length,
-            features=chosen.features or None,
-            accounts=run.env.accounts,
-            funding_rate=run.market.funding_rate,
-            uses_volume=run.market.impact > 0 or math.isfinite(run.market.participation),
-            perpetual=run.market.preset == "crypto_perpetual",
-        )
-    print_report(report, Console())
-    raise typer.Exit(1 if report.errors else 0)
+    if report.errors:
+        return report
+    bars = bars_of(source, report, chosen.volume_unit, chosen.universe, chosen.delistings or None)
+    return ready_report(report, bars.select(*chosen.symbols) if chosen.symbols else bars, needs)
 
 
 @data.command("prepare")

@@ -199,9 +199,14 @@ def is_data(cells: list[str]) -> bool:
 
 def check_memory(files: Sequence[Path], name: str) -> None:
     """Refuse files that cannot fit, before reading them; the estimate is a lower bound."""
-    needed = sum(map(_least_memory, files))
+    needed = least_memory(files)
     if needed > free_memory():
         raise too_large(name, needed)
+
+
+def least_memory(files: Sequence[Path]) -> float:
+    """Bytes that the bars of these files take in memory, at least."""
+    return sum(map(_least_memory, files))
 
 
 def too_large(name: str, needed: float) -> BarsError:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tailguard.data.bars import Accounts, Bars
 from tailguard.data.features import common_times, longest_warmup
-from tailguard.data.findings import Check, Report
+from tailguard.data.findings import Check, Report, Span
 from tailguard.data.history import spans_of, uncommon_bars
 from tailguard.data.panel import Panel
 from tailguard.data.splits import split_bars
@@ -84,59 +84,69 @@ def _runs(segment: NDArray[np.int32], defined: NDArray[np.bool_]) -> Iterator[tu
             yield low, high
 
 
-def ready_report(
-    report: Report,
-    bars: Bars,
-    *,
-    validation: Size,
-    test: Size,
-    embargo: Size,
-    episode_length: int,
-    funding_rate: float,
-    uses_volume: bool = True,
-    perpetual: bool = True,
-    features: Sequence[str] | None = None,
-    accounts: Accounts = "portfolio",
-) -> Report:
-    """`report` with checks for training on these bars, with these settings.
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """What the run that will use the bars asks of them; the defaults are those of perpetual futures in one account."""
 
-    `uses_volume`: whether orders are limited or priced by the bars' volume. `perpetual`: whether the costs are those of
-    perpetual futures. `features`: None takes all.
-    """
-    checks = [check_training(bars, validation, test, embargo, episode_length, features, accounts)]
-    if uses_volume:
-        checks.append(check_fills(bars))
+    validation: Size
+    test: Size
+    embargo: Size
+    episode_length: int
+    features: Sequence[str] | None = None
+    """None: all that the bars allow."""
+    accounts: Accounts = "portfolio"
+    funding_rate: float = 0.0
+    uses_volume: bool = True
+    """Whether orders are limited or priced by the bars' volume."""
+    perpetual: bool = True
+    """Whether the costs are those of perpetual futures."""
+
+
+def ready_report(report: Report, bars: Bars, needs: TrainingNeeds) -> Report:
+    """`report` with checks for training on these bars."""
+    checks = [check_training(bars, needs)]
+    if needs.uses_volume:
+        checks.append(check_fills([name for name in bars.symbols if not (bars.select(name).frame["volume"] > 0).any()]))
     if len(bars.symbols) > 1 and bars.universe is None:
-        checks.append(check_history(bars))
-    assumed = funding_rate > 0 and "funding_rate" not in bars.frame.columns
-    notes: tuple[str, ...] = (funding_note(funding_rate, perpetual),) if assumed else ()
+        checks.append(check_history(spans_of(bars), len(common_times(bars))))
+    assumed = None if "funding_rate" in bars.frame.columns else needs.funding_rate
+    notes = ready_notes(spans_of(bars), assumed, needs.perpetual)
     if bars.universe is not None:
-        notes = (*notes, *describe_lives(bars.universe))
-    survivors = survivorship_note({span.symbol: round(span.last.timestamp()) for span in spans_of(bars) if span.last})
-    notes = notes if survivors is None else (*notes, survivors)
+        notes = (*describe_lives(bars.universe), *notes)
     return replace(report, checks=(*report.checks, *checks), notes=(*report.notes, *notes))
 
 
-def check_training(
-    bars: Bars,
-    validation: Size,
-    test: Size,
-    embargo: Size,
-    episode_length: int,
-    features: Sequence[str] | None = None,
-    accounts: Accounts = "portfolio",
-) -> Check:
+def ready_notes(spans: Sequence[Span], funding_rate: float | None, perpetual: bool) -> tuple[str, ...]:
+    """Notes on the assumed funding rate (None: it is in the bars) and on survivorship."""
+    notes = (funding_note(funding_rate, perpetual),) if funding_rate else ()
+    survivors = survivorship_note({span.symbol: round(span.last.timestamp()) for span in spans if span.last})
+    return notes if survivors is None else (*notes, survivors)
+
+
+def check_training(bars: Bars, needs: TrainingNeeds) -> Check:
     """A whole episode with its features fits into the training part, and the test part can be traded."""
-    remedy = (
-        "Provide more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
-        "--set data.features=[return_1,trend_24] --set env.episode_length=128."
-    )
     try:
-        split = split_bars(bars, validation=validation, test=test, embargo=embargo, warn=False)
+        split = split_bars(bars, validation=needs.validation, test=needs.test, embargo=needs.embargo, warn=False)
     except ConfigError as error:
-        return Check("training", "error", "", "bar", f"cannot be split: {error}", len(bars), remedy=remedy)
-    train, tested = (usable_rows(part, episode_length, features, accounts) for part in (split.train, split.test))
-    warmup = longest_warmup(bars, features)
+        return cannot_be_split(error, len(bars))
+    length = needs.episode_length
+    train, tested = (usable_rows(part, length, needs.features, needs.accounts) for part in (split.train, split.test))
+    return judge_training(train, tested, longest_warmup(bars, needs.features), length)
+
+
+REMEDY = (
+    "Provide more bars or bars with fewer gaps; or train with features that warm up faster and shorter episodes: "
+    "--set data.features=[return_1,trend_24] --set env.episode_length=128."
+)
+
+
+def cannot_be_split(error: ConfigError, bars: int) -> Check:
+    """The check of training where there are too few bars for three parts."""
+    return Check("training", "error", "", "bar", f"cannot be split: {error}", bars, remedy=REMEDY)
+
+
+def judge_training(train: Usable, tested: Usable, warmup: int, episode_length: int) -> Check:
+    """The check of training by the usable rows of the training and the test part."""
     left = f"of {train.bars:,} in the training part can be used"
     why = (
         f"features need {warmup:,} bars of history after every gap ({train.stretches:,} gap-free "
@@ -144,18 +154,17 @@ def check_training(
     )
     if train.starts == 0:
         fault = f"{left}, and no episode of {episode_length:,} bars fits: {why}"
-        return Check("training", "error", "", "bar", fault, train.defined, remedy=remedy)
+        return Check("training", "error", "", "bar", fault, train.defined, remedy=REMEDY)
     if tested.defined < 2:
         fault = f"of {tested.bars:,} in the test part can be used: {why}"
-        return Check("training", "error", "", "bar", fault, tested.defined, remedy=remedy)
+        return Check("training", "error", "", "bar", fault, tested.defined, remedy=REMEDY)
     if train.defined < FEW * train.bars:
-        return Check("training", "warning", "", "bar", f"{left}: {why}", train.defined, remedy=remedy)
+        return Check("training", "warning", "", "bar", f"{left}: {why}", train.defined, remedy=REMEDY)
     return Check("training", "ok", f"{train.defined:,} of {train.bars:,} bars left after warm-up")
 
 
-def check_fills(bars: Bars) -> Check:
-    """Every symbol has traded: orders are limited to a share of the bar's volume."""
-    empty = [name for name in bars.symbols if not (bars.select(name).frame["volume"] > 0).any()]
+def check_fills(empty: Sequence[str]) -> Check:
+    """Every symbol has traded: orders are limited to a share of the bar's volume. `empty`: those without volume."""
     if not empty:
         return Check("fills", "ok", "every symbol has volume")
     return Check(
@@ -169,9 +178,9 @@ def check_fills(bars: Bars) -> Check:
     )
 
 
-def check_history(bars: Bars) -> Check:
-    """All symbols have the same times, so one account can trade all their bars."""
-    lost = uncommon_bars(spans_of(bars), len(common_times(bars)))
+def check_history(spans: Sequence[Span], common: int) -> Check:
+    """All symbols have the same times, so one account can trade all their bars. `common`: number of common times."""
+    lost = uncommon_bars(spans, common)
     if lost is None:
         return Check("history", "ok", "all symbols have the same times")
     return Check("history", "warning", "", "bar", lost.text, lost.bars)

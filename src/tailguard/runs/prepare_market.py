@@ -20,6 +20,7 @@ from tailguard.data.disk.arrays import MANIFEST, ArrayWriter, map_array, read_ro
 from tailguard.data.disk.bar_store import BarStore, Times
 from tailguard.data.disk.feature_stream import Part
 from tailguard.data.disk.import_bars import ROWS, import_bars
+from tailguard.data.disk.stretches import Stretches
 from tailguard.data.disk.workers import Workers
 from tailguard.data.features import longest_warmup
 from tailguard.data.prepare import PreparedBars
@@ -126,7 +127,9 @@ def _write(
         workers=workers,
         say=say,
     )
-    common = _common_times(store, scratch, rows)
+    common = store.write_common_times(scratch / "common", rows)
+    if not len(common):
+        raise BarsError(f"{store.source}: the symbols {', '.join(store.symbols)} have no time in common")
     times = Times(common)
     windows = split_times(
         times,
@@ -174,18 +177,6 @@ def _hash_of_all(store: BarStore) -> str:
     """The value of `bars_hash` for all bars, without loading them."""
     columns = (one.columns[name] for name in ("time", *REQUIRED) for one in store.series)
     return hash_of(store.symbols, store.frequency.total_seconds(), columns)
-
-
-def _common_times(store: BarStore, scratch: Path, rows: int) -> NDArray[np.int64]:
-    """The times that every symbol has, mapped."""
-    if len(store.series) == 1:
-        return store.series[0].time
-    writer = ArrayWriter(scratch / "common", "<i8")
-    for times in store.common_times(rows):
-        writer.append(times)
-    if not writer.rows:
-        raise BarsError(f"{store.source}: the symbols {', '.join(store.symbols)} have no time in common")
-    return map_array(writer.path, writer.close())
 
 
 def _parts(store: BarStore, common: NDArray[np.int64], windows: Windows) -> dict[str, Part]:
@@ -316,7 +307,7 @@ class _Training:
 
     def _write_usable(self, lanes: list[Lane], files: dict[str, Any]) -> dict[str, Any]:
         """Rows on which every feature is defined, and the stretches of them."""
-        usable, stretches = ArrayWriter(self.folder / "usable", "|b1"), _Stretches()
+        usable, stretches = ArrayWriter(self.folder / "usable", "|b1"), Stretches()
         segment, tradeable = (map_array(self.folder / name, files[name]) for name in ("segment", "tradeable"))
         for group in [lanes] if self.portfolio else [[lane] for lane in lanes]:
             for start in range(0, group[0].count, self.rows):
@@ -418,41 +409,3 @@ class _Training:
             task("table", "<f4", "table", single, planes),
             *(task(name, "<f8", name, single) for name in PRICES[: 6 if funded else 5]),
         ]
-
-
-class _Stretches:
-    """Usable, unbroken stretches of rows that come piece by piece."""
-
-    def __init__(self) -> None:
-        self._closed: list[tuple[int, int]] = []
-        self._open: tuple[int, int, int] | None = None
-        """First row for a start, last row and segment of the stretch that the next row may continue."""
-        self._rows = 0
-
-    def extend(self, segment: NDArray[Any], usable: NDArray[np.bool_], tradeable: NDArray[np.bool_]) -> None:
-        ends = np.flatnonzero((np.diff(segment) != 0) | (np.diff(usable.astype(np.int8)) != 0)) + 1
-        for low, high in zip([0, *ends.tolist()], [*ends.tolist(), len(segment)], strict=True):
-            if not usable[low]:
-                self._close()
-                continue
-            number, last = int(segment[low]), self._rows + high - 1
-            begin = np.flatnonzero(tradeable[low:high])
-            first = self._rows + low + int(begin[0]) if begin.size else last + 1
-            if self._open is not None and self._open[2] == number:
-                before = self._open
-                # Rows before the first tradeable one only feed features; nothing may start there.
-                self._open = (before[0] if before[0] <= before[1] else first, last, number)
-            else:
-                self._close()
-                self._open = (first, last, number)
-        self._rows += len(segment)
-
-    def _close(self) -> None:
-        if self._open is not None and self._open[0] <= self._open[1]:
-            self._closed.append(self._open[:2])
-        self._open = None
-
-    def ranges(self) -> NDArray[np.int64]:
-        """First row for a start and last row of each stretch, [S, 2]."""
-        self._close()
-        return np.array(self._closed, np.int64).reshape(-1, 2)

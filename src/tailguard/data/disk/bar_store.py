@@ -13,7 +13,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from tailguard.data.bars import OPTIONAL, REQUIRED, TIME_TYPE, Bars
-from tailguard.data.disk.arrays import map_array
+from tailguard.data.disk.arrays import ArrayWriter, map_array
 from tailguard.data.pace import Pace
 from tailguard.errors import BarsError
 
@@ -153,6 +153,15 @@ class BarStore:
                     low, high = other.row_at(int(times[0])), other.row_at(int(times[-1]) + 1)
                     times = times[np.isin(times, other.time[low:high], assume_unique=True)]
             yield times
+
+    def write_common_times(self, path: Path, rows: int) -> NDArray[np.int64]:
+        """The times that every symbol has, mapped: where there are several symbols, from this temporary file."""
+        if len(self.series) == 1:
+            return self.series[0].time
+        writer = ArrayWriter(path, "<i8", kept=False)
+        for times in self.common_times(rows):
+            writer.append(times)
+        return map_array(writer.path, writer.close())
 
 
 def moment(time_ms: int) -> datetime:

@@ -68,34 +68,84 @@ def import_bars(
     `symbols`: those to keep, all if none is named. `scratch`: a folder for temporary files. `workers`: the processes
     that read files and check symbols.
     """
+    imported = check_files(
+        path,
+        folder,
+        scratch,
+        symbols=symbols,
+        calendar=calendar,
+        gaps=gaps,
+        volume_unit=volume_unit,
+        rows=rows,
+        workers=workers,
+        say=say,
+    )
+    report, store = imported.report, imported.store
+    assert store is not None  # an error was raised
+    assert report.timetable is not None
+    for check in report.warnings:
+        warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
+    if len(report.spans) > 1:
+        warn_of_uncommon_bars(report.source, report.spans, sum(map(len, store.common_times(rows))))
+    return store, report.timetable, imported.entries
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Files that were checked in pieces."""
+
+    report: Report
+    store: BarStore | None
+    """Their bars; None where a check has failed."""
+    entries: dict[str, Any]
+    """Of the files of the store."""
+
+
+def check_files(
+    path: Paths,
+    folder: Path,
+    scratch: Path,
+    *,
+    symbols: Sequence[str] = (),
+    frequency: timedelta | None = None,
+    calendar: str = AUTO,
+    gaps: Gaps = "error",
+    volume_unit: VolumeUnit = "base",
+    rows: int = ROWS,
+    workers: Workers | None = None,
+    all_errors: bool = False,
+    say: Say = lambda _: None,
+) -> Imported:
+    """Check files in pieces and write their bars; see `import_bars`.
+
+    `all_errors`: report all failed checks; else the first piece that fails one raises `BarsError`.
+    """
     source, workers = name_of(path), workers or Workers()
     say(f"reading {source}")
     read = read_unsorted(path, scratch, symbols, rows, workers)
     few = max(FEWEST_STEPS, rows // len(read))
-    pace = most_common_step(*(one.frame(0, min(few, one.count))["time"] for one in read.values()))
+    pace = frequency or most_common_step(*(one.frame(0, min(few, one.count))["time"] for one in read.values()))
     if pace is None:
         raise BarsError(f"{source}: one bar is too few to infer the frequency")
     timetable = _timetable(calendar, read, pace // timedelta(milliseconds=1))
     tasks = [
-        _Symbol(index, symbol, unsorted, folder, source, timetable, gaps, volume_unit, rows)
+        _Symbol(index, symbol, unsorted, folder, source, timetable, gaps, volume_unit, rows, all_errors)
         for index, (symbol, unsorted) in enumerate(read.items())
     ]
     entries: dict[str, Any] = {}
     outcomes: list[tuple[Check, ...]] = []
     spans = []
-    for task, (own, checks, span) in zip(tasks, workers.map("checking bars", _import_symbol, tasks), strict=True):
+    for task, (own, pieces, span) in zip(tasks, workers.map("checking bars", _import_symbol, tasks), strict=True):
         say(f"checked {task.symbol}, {task.unsorted.count:,} bars of {frequency_label(pace)}")
         entries |= own
-        outcomes += checks
+        outcomes += pieces
         spans.append(span)
-    for check in (merge(same) for same in zip(*outcomes, strict=True)):
-        if check.level == "warning":
-            warnings.warn(warning_message(check), BarsWarning, stacklevel=2)
+    checks = tuple(merge(same) for same in zip(*outcomes, strict=True))
+    report = Report(source, pace, tuple(spans), checks, timetable=timetable)
+    if report.errors:
+        return Imported(report, None, {})
     sessions = timetable.pace if timetable.has_sessions else None
-    store = BarStore.open(folder, list(read), entries, pace, source, sessions)
-    if len(spans) > 1:
-        warn_of_uncommon_bars(source, spans, sum(map(len, store.common_times(rows))))
-    return store, timetable, entries
+    return Imported(report, BarStore.open(folder, list(read), entries, pace, source, sessions), entries)
 
 
 def _timetable(calendar: str, read: Mapping[str, Unsorted], step: int) -> Timetable:
@@ -123,6 +173,7 @@ class _Symbol:
     gaps: Gaps
     volume_unit: VolumeUnit
     rows: int
+    all_errors: bool
 
 
 def _import_symbol(task: _Symbol) -> tuple[dict[str, Any], list[tuple[Check, ...]], Span]:
@@ -136,23 +187,26 @@ def _import_symbol(task: _Symbol) -> tuple[dict[str, Any], list[tuple[Check, ...
         for name in COLUMNS
         if name in task.unsorted.names or name == "segment"
     }
-    outcomes, segment, before, first = [], 0, None, 0
+    outcomes, segment, missing, sound = [], 0, 0, True
+    first = before = None
     for frame, report in _checked(task):
         outcomes.append(report.checks)
+        sound &= not report.errors
         times = frame["time"].dt.epoch("ms").to_numpy()
-        if before is None:
-            first, breaks = int(times[0]), timetable.breaks(times)
-        else:
-            if not timetable.has_sessions:
+        known = times if before is None else np.concatenate([[before], times])
+        missing += int(timetable.missing_before(known).sum())
+        if sound:
+            if before is not None and not timetable.has_sessions:
                 _check_grid(frame, times, before, timetable.step)
-            breaks = timetable.breaks(np.concatenate([[before], times]))[1:]
-        numbers = segment + np.cumsum(breaks)
-        segment, before = int(numbers[-1]), int(times[-1])
-        _append(writers, frame, times, numbers)
+            numbers = segment + np.cumsum(timetable.breaks(known)[len(known) - len(times) :])
+            segment = int(numbers[-1])
+            _append(writers, frame, times, numbers)
+        first, before = int(times[0]) if first is None else first, int(times[-1])
     task.unsorted.remove()
-    assert before is not None  # a symbol has rows
+    assert first is not None  # a symbol has rows
+    assert before is not None
     entries = {column_file(task.index, name): writer.close() for name, writer in writers.items()}
-    return entries, outcomes, Span(task.symbol, moment(first), moment(before), writers["time"].rows, 0)
+    return entries, outcomes, Span(task.symbol, moment(first), moment(before), task.unsorted.count, missing)
 
 
 def _checked(task: _Symbol) -> Iterator[tuple[pl.DataFrame, Report]]:
@@ -170,7 +224,7 @@ def _checked(task: _Symbol) -> Iterator[tuple[pl.DataFrame, Report]]:
         report = validate(
             frame, task.source, frequency=pace, timetable=timetable, gaps=task.gaps, volume_unit=task.volume_unit
         )
-        if report.errors:
+        if report.errors and not task.all_errors:
             raise BarsError(error_message(report))
         own = frame.filter(~pl.col(CONTEXT))
         if task.volume_unit == "quote":
