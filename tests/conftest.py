@@ -48,8 +48,9 @@ def seed_everything() -> None:
     torch.manual_seed(0)
 
 
-SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_|KMP_")
-"""Environment variables that pytest sets for every test, torch when it first compiles, and Numba on import."""
+SET_BY_LIBRARIES = re.compile("PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_|KMP_|RAY_|PYTHONBREAKPOINT")
+"""Environment variables that pytest sets for every test, torch when it first compiles, Numba on import, Ray when it
+starts."""
 
 
 def process_settings() -> dict[str, Any]:

@@ -39,9 +39,24 @@ def population(
     ] = False,
     population_seed: Annotated[int, typer.Option("--seed", help="Of the decisions; training.seed is the agents'.")] = 0,
     executor: Annotated[
-        str, typer.Option(help="Where members train: local, batched; auto: what suits the device and the space.")
+        str, typer.Option(help="Where members train: local, batched, ray; auto: local or batched, by device and space.")
     ] = "auto",
-    processes: Annotated[int, typer.Option(help="Processes of local; 0: one for each core.")] = 0,
+    processes: Annotated[
+        int, typer.Option(help="Processes of local, 0: one for each core; workers of ray, 0: all there is room for.")
+    ] = 0,
+    address: Annotated[
+        str | None, typer.Option(help="Of the Ray cluster, HOST:PORT or auto. Default: RAY_ADDRESS, else this machine.")
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Shared folder or s3://… for the checkpoints of ray. Default: the run's folder."),
+    ] = None,
+    worker_cpus: Annotated[float, typer.Option(help="Cores of a node that each worker of ray takes.")] = 1.0,
+    worker_gpus: Annotated[
+        float | None,
+        typer.Option(help="GPUs, or a fraction of one, likewise. Default: 1 where training.device is one."),
+    ] = None,
+    worker_members: Annotated[int, typer.Option(help="Members that a worker of ray trains as one computation.")] = 1,
     bars: Annotated[Path | None, typer.Option("--data", help="File or folder of bars; short for data.path.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting: --set risk.limit=-0.04.")
@@ -72,7 +87,7 @@ def population(
     def ask(question: str) -> bool:
         return yes or resume is not None or (sys.stdin.isatty() and typer.confirm(question))
 
-    options = ExecutorOptions(processes)
+    options = ExecutorOptions(processes, address, storage, worker_cpus, worker_gpus, worker_members)
     if resume is not None:
         if config or search or bars or overrides or name:
             raise ConfigError(f"--resume {resume}: a population goes on with its own settings; remove the others")

@@ -1,0 +1,170 @@
+"""Whether a population beats random search with the same steps: growth of the best member, over seeds.
+
+    python benchmarks/population.py --out population.jsonl      about 6 minutes on one core
+    python benchmarks/population.py --out population.jsonl --show
+
+For each seed a synthetic market is drawn, and eight members learn on it by each strategy: the same first values, bars
+and steps, and nothing but the decisions differs. The best member on validation after the last round counts, by its
+growth there and on the test part, which had no part in any choice. A seed and strategy that is in the file is not
+trained again, and one that was interrupted goes on after its last round.
+
+    python benchmarks/population.py --throughput 2              Ray against the ideal of two cores, about 3 minutes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tailguard.config import RunConfig, load_config
+from tailguard.experiment.build import build
+from tailguard.population.evolution import evolve
+from tailguard.population.executor import Executor, Job
+from tailguard.population.executors import ExecutorOptions, make_executor
+from tailguard.population.local import LocalExecutor
+from tailguard.population.options import PopulationSettings, Strategy
+from tailguard.population.space import SearchSpace
+from tailguard.population.workshop import Workshop
+from tailguard.runs.validation import Validation
+
+MEMBERS, ROUNDS, STEPS = 8, 10, 20_480
+STRATEGIES: tuple[Strategy, ...] = ("random", "pbt", "mf_pbt")
+T_95 = {3: 4.303, 5: 2.776, 8: 2.365, 10: 2.262, 20: 2.093}
+"""97.5 % quantile of Student's t, by the number of seeds."""
+SPACE = SearchSpace.parse(
+    {
+        "pathwise.learning_rate": {"log": [1e-5, 1.0]},
+        "pathwise.critic_learning_rate": {"log": [1e-5, 1e-1]},
+        "pathwise.max_grad_norm": {"log": [1e-2, 10.0]},
+        "pathwise.gamma": {"linear": [0.5, 0.999]},
+    }
+)
+"""Five decades around the default of 0.01: what somebody would search who knows nothing about it."""
+
+
+def settings(seed: int, steps: int = STEPS) -> RunConfig:
+    return load_config(
+        overrides=[
+            "data.synthetic_bars=8000",
+            "data.features=[return_1, return_24, taker_imbalance_6, range_volatility_24]",
+            "env.num_envs=32",
+            "env.episode_length=64",
+            "pathwise.n_steps=32",
+            "pathwise.learning_rate=0.01",
+            "pathwise.critic_learning_rate=0.001",
+            "pathwise.network.hidden=[16]",
+            "pathwise.network.lstm_size=16",
+            f"training.total_timesteps={steps}",
+            f"training.seed={1000 * seed}",
+            "training.threads=1",
+        ]
+    )
+
+
+def compare(seed: int, strategy: Strategy, folder: Path) -> dict[str, float | int | str]:
+    """Train a population, and judge its best member on the test part."""
+    chosen = PopulationSettings(members=MEMBERS, rounds=ROUNDS, strategy=strategy, seed=seed, metric="growth")
+    config = settings(seed)
+    experiment = build(config)
+    workshop = Workshop.of(experiment, chosen, SPACE)
+    folder.mkdir(parents=True, exist_ok=True)
+    executor, begun = LocalExecutor(workshop, folder / "members", 1), time.process_time()
+    pbt = evolve(executor, SPACE, chosen, config.training.total_timesteps, folder / "lineage.jsonl")
+    best, step = pbt.best[0], pbt.lineage.rounds[-1].step
+    agent = workshop.build(best.member, best.hyper)
+    workshop.store(folder / "members", best.member).restore(agent, step)
+    tested = Validation(experiment.learner, experiment.split.test).evaluate(agent)
+    assert tested is not None
+    return {
+        "seed": seed,
+        "strategy": strategy,
+        "validation": best.score,
+        "test": tested.growth,
+        "seconds": time.process_time() - begun,
+    }
+
+
+def show(lines: Sequence[dict[str, float]]) -> None:
+    """Mean growth a year by strategy, and the paired difference from random search with its 95 % interval."""
+    table = {(int(line["seed"]), str(line["strategy"])): line for line in lines}
+    known = [each for each in STRATEGIES if any(strategy == each for _, strategy in table)]
+    seeds = sorted({seed for seed, _ in table if all((seed, each) in table for each in known)})
+    if len(seeds) < 2:
+        return
+    print(f"{len(seeds)} seeds, {MEMBERS} members, {ROUNDS} rounds, {STEPS:,} steps each")
+    for part in ("validation", "test"):
+        for strategy in known:
+            growth = [table[seed, strategy][part] for seed in seeds]
+            gains = [table[seed, strategy][part] - table[seed, "random"][part] for seed in seeds]
+            half = T_95.get(len(seeds), 2.0) * statistics.stdev(gains) / len(gains) ** 0.5
+            print(
+                f"{part:10} {strategy:7} growth {statistics.mean(growth):+.2f} a year; against random "
+                f"{statistics.mean(gains):+.2f} ± {half:.2f}, better in {sum(gain > 0 for gain in gains)}"
+            )
+
+
+def throughput(workers: int, rounds: int = 3) -> None:
+    """Seconds of a round of `2 · workers` members: by one process alone, and by workers of Ray at once."""
+    config = settings(0, steps=rounds * 20_480)
+    chosen = PopulationSettings(members=2 * workers, rounds=rounds, metric="growth")
+    workshop = Workshop.of(build(config), chosen, SPACE)
+    hyper = {"pathwise.learning_rate": 0.01, "pathwise.critic_learning_rate": 1e-3}
+    hyper |= {"pathwise.max_grad_norm": 1.0, "pathwise.gamma": 0.9}
+    times: dict[str, list[float]] = {"alone": [], "ray": []}
+    with tempfile.TemporaryDirectory() as name:
+        executors: dict[str, Executor] = {
+            "alone": LocalExecutor(workshop, Path(name) / "alone" / "members", 1),
+            "ray": make_executor("ray", workshop, Path(name) / "ray" / "members", ExecutorOptions(workers)),
+        }
+        for number in range(rounds + 1):
+            for kind, executor in executors.items():  # in turns, as the machine's speed changes
+                count = 1 if kind == "alone" else 2 * workers
+                start = max(number - 1, 0) * 20_480  # the first one starts the workers, and is done again
+                jobs = [Job(member, hyper, member, start, start + 20_480) for member in range(count)]
+                clock = time.perf_counter()
+                executor.run(jobs)
+                times[kind].append(time.perf_counter() - clock)
+        for executor in executors.values():
+            executor.close()
+    alone, together = (statistics.median(times[kind][1:]) for kind in ("alone", "ray"))
+    print(f"a member alone {alone:.2f} s; {2 * workers} members on {workers} workers of Ray {together:.2f} s a round")
+    print(f"throughput {2 * alone / together:.2f} of the ideal of {workers} cores")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("population.jsonl"))
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
+    parser.add_argument("--show", action="store_true", help="the table of what is in the file")
+    parser.add_argument("--throughput", type=int, metavar="WORKERS")
+    given = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    if given.throughput:
+        throughput(given.throughput)
+        return
+    lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    begun = time.perf_counter()
+    for strategy in STRATEGIES:
+        for seed in range(given.seeds):
+            known = any(line["seed"] == seed and line["strategy"] == strategy for line in lines)
+            if given.show or known or time.perf_counter() - begun > 60 * given.minutes:
+                continue
+            lines.append(compare(seed, strategy, given.out.with_suffix("") / f"{seed}-{strategy}"))
+            print(lines[-1], flush=True)
+            with given.out.open("a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    show(lines)
+
+
+if __name__ == "__main__":
+    main()
