@@ -91,6 +91,8 @@ class Learner(Agent):
             self.risk = RiskBudget(risk, config, self.env, self.policy, self.seed)
         self.weighted_terms = weighted_terms(config.loss_terms, self.device)
         self.recorder = IterationRecorder(self.context, config, self.env)
+        self.collector: Callable[..., tuple[Rollout, RolloutState]] = collect
+        """What collects rollouts; that of data parallel brings those of all processes together."""
         self.episodes, self.health, self.alarms = self.recorder.episodes, self.recorder.health, self.recorder.alarms
         self.snapshot: Snapshot | None = None
         """Data behind the last iteration's metrics, for callbacks that show more."""
@@ -223,7 +225,7 @@ class Learner(Agent):
         if isinstance(env, FunctionalEnv):
             env_before = env.state
             env.state = self.runtime.kept_for_backward(env_before)
-        rollout, after = collect(
+        rollout, after = self.collector(
             self.policy,
             env,
             self.runtime.kept_for_backward(before),

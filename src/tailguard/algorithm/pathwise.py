@@ -248,6 +248,9 @@ class PathwiseLearner(Learner):
         for parameter in self.optimizer.param_groups[0]["params"]:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        if self.updates.ranks is not None:
+            assert noise.grad is not None
+            (noise.grad,) = self.updates.ranks.sum_gradients(self.policy.parameters(), noise.grad)
         self.updates.move_policy()
         self.optimizer.zero_grad(set_to_none=True)
         return (

@@ -31,6 +31,7 @@ from tailguard.device_ops import shuffled
 from tailguard.monitor.device_metrics import MeanMetrics
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.data_parallel import Ranks
     from tailguard.robust.smoothness import Smoothness
 
 GROUPS = "groups"
@@ -50,6 +51,8 @@ class Updates(ABC):
         self.stop = KLStopState.start(device)
         self.all_finite = torch.ones((), dtype=torch.bool, device=device)
         """Whether every minibatch of the iteration was finite, where it is not looked at one by one."""
+        self.ranks: Ranks | None = None
+        """The processes that share the gradients, where there are several."""
 
     @property
     @abstractmethod
@@ -119,6 +122,8 @@ class Updates(ABC):
         # Each microbatch is divided by the weight of the whole minibatch, so that their gradients add up to its own.
         total_weight = batch.weights.index_select(1, index).sum()
         finite = torch.ones((), dtype=torch.bool, device=self.all_finite.device)
+        if self.ranks is not None:
+            index = self.ranks.portion(index)
         for numbers in index.tensor_split(min(config.microbatches, len(index))):
             # Without looking at the rows, a fused call needs to know that no episode starts inside.
             microbatch = self.loss(batch.select(numbers), total_weight, None if inner_resets else False)
@@ -130,6 +135,8 @@ class Updates(ABC):
                 metrics[name] = metrics[name] + value if name in metrics else value
             total = microbatch.total.detach()
             metrics["train/loss"] = metrics["train/loss"] + total if "train/loss" in metrics else total
+        if self.ranks is not None:
+            metrics, finite = self.ranks.sum_minibatch(self.context.policy.parameters(), metrics, finite)
         measured = self.measure_gradient()
         if measured is None:
             return None
