@@ -31,8 +31,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from target import (
     FEATURES,
+    SHORT_WINDOWS,
     SIGNAL,
     TRAINING_BARS,
+    WINDOWS,
     Contender,
     Reached,
     Task,
@@ -46,7 +48,8 @@ import tailguard as tg
 from tailguard.data.prepare import prepare
 from tailguard.runs.validation import Validation
 
-PEER, PPO, PATHWISE = "sb3-contrib as people run it", "Tailguard's PPO", "Tailguard, through the market, 256"
+PEER, PPO = "sb3-contrib as people run it", "Tailguard's PPO"
+PATHWISE, SHORT_PATHWISE = (f"Tailguard, through the market, {shape}" for shape in (WINDOWS, SHORT_WINDOWS))
 HALF, THREE_QUARTERS = 0.5, 0.75
 DURATIONS = (10.0, 30.0, 60.0)
 TRAINING_SHARE = 0.7
@@ -68,7 +71,7 @@ def chosen(names: Iterable[str]) -> dict[str, Contender]:
 
 def race(seeds: Iterable[int], limit: float, clock: Clock, say: Callable[[str], None]) -> list[Table]:
     """Tables for half and three quarters of the optimum. The peer races to half only: it rarely gets further."""
-    names = chosen((PEER, PPO, PATHWISE))
+    names = chosen((PEER, PPO, PATHWISE, SHORT_PATHWISE))
     half: dict[str, list[Reached]] = {name: [] for name in names}
     three_quarters: dict[str, list[Reached]] = {name: [] for name in names if not name.startswith(PEER)}
     for seed in seeds:

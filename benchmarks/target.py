@@ -109,6 +109,9 @@ SHORT = Shape(256, 16, 1_024)
 WINDOWS = Shape(256, 16, 4_096)
 """Windows of the learner that goes through the market: its defaults."""
 
+SHORT_WINDOWS = Shape(256, 8, 2_048)
+"""Half of them: an update is due after half of the bars."""
+
 Contender = Callable[[Task, int], tuple[Learner, Shape]]
 
 
@@ -135,6 +138,7 @@ def contenders(learning_rate: float) -> dict[str, Contender]:
         f"sb3-contrib as people run it, {AS_PEOPLE_RUN_IT}": partial(peer, whole=False),
         f"Tailguard's PPO, {DEFAULTS}": own,
         f"Tailguard, through the market, {WINDOWS}": through_the_market,
+        f"Tailguard, through the market, {SHORT_WINDOWS}": partial(through_the_market, shape=SHORT_WINDOWS),
         "Tailguard, through the market, with critics": partial(through_the_market, critic_epochs=1),
         f"Tailguard, short sequences, {SHORT}": partial(own, shape=SHORT),
         f"Tailguard, the peer's policy, {DEFAULTS}": partial(own, **CLIPPED),
