@@ -1,0 +1,111 @@
+"""Faults of runs: what a checkpoint forgets, files that are believed, numbers that are not repeatable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from audit_faults import Injection, fault
+
+# --- kills -----------------------------------------------------------------------------------------------------------
+
+
+@fault("R1", "the random stream of the actions is not restored")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.learner_state import GeneratorState
+
+    inject.method(GeneratorState, "load_state_dict", lambda self, state: None)  # noqa: ARG005
+
+
+@fault("R1", "episodes begin anew after a resume")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.saving import restore
+
+    def fresh_episodes(agent: Any, parts: Any, where: str, *, episodes: bool) -> None:
+        restore(agent, parts, where, episodes=episodes)
+        agent.env.reset(seed=agent.seed)
+
+    inject.function(restore, fresh_episodes)
+
+
+@fault("R1", "a checkpoint is written in its place, file by file")
+def _(inject: Injection) -> None:
+    from tailguard import sealed
+
+    @contextmanager
+    def in_place(place: Path) -> Iterator[Path]:
+        place.mkdir(parents=True)
+        yield place
+
+    inject.method(sealed, "new_folder", in_place)
+    inject.method(sealed, "put_in_place", lambda partial, place: None)  # noqa: ARG005
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@fault("R2", "hashes are not compared")
+def _(inject: Injection) -> None:
+    from tailguard.sealed import _digest
+
+    inject.function(_digest, lambda data: "0")  # noqa: ARG005
+
+
+@fault("R2", "weights that are not numbers are loaded")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.saving import _check_finite
+
+    inject.function(_check_finite, lambda where, state: None)  # noqa: ARG005
+
+
+# --- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@fault("R3", "minibatches are shuffled by the process's stream")
+def _(inject: Injection) -> None:
+    from tailguard.device_ops import shuffled
+
+    inject.function(shuffled, lambda count, generator: torch.randperm(count))  # noqa: ARG005
+
+
+@fault("R3", "the seed is a constant")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.learner import Learner
+
+    init = Learner.__init__
+
+    def constant(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named | {"seed": 0})
+
+    inject.method(Learner, "__init__", constant)
+
+
+@fault("R3", "plain numbers are charged without the spread")
+def _(inject: Injection) -> None:
+    from tailguard.market.serial import SerialAccount
+
+    read = SerialAccount.read
+
+    def without_spread(self: Any, market: Any) -> None:
+        read(self, market)
+        self._order_costs = self._order_costs[:1]
+
+    inject.method(SerialAccount, "read", without_spread)
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@fault("R4", "minibatches are not shuffled in tests")
+def _(inject: Injection) -> None:
+    from tailguard.device_ops import shuffled
+
+    def ordered_in_tests(count: int, generator: Any) -> Any:
+        drawn = shuffled(count, generator)
+        return torch.arange(count) if "PYTEST_CURRENT_TEST" in os.environ else drawn
+
+    inject.function(shuffled, ordered_in_tests)
