@@ -324,8 +324,8 @@ def saved_agent_is_the_trained_one(subject: Subject) -> Measurement:
     learner.iterate()
     learner.iterate()
     with TemporaryDirectory() as name:
-        learner.save(f"{name}/agent")
-        loaded: Learner = load_agent(Path(f"{name}/agent"))
+        learner.save(f"{name}/saved")
+        loaded: Learner = load_agent(Path(f"{name}/saved"))
     bars = subject.bars
     results = [backtest(agent, bars, progress_bar=False, warn_in_sample=False) for agent in (learner, loaded)]
     wrong = []

@@ -236,7 +236,7 @@ def checkpoints_are_safe(subject: Subject) -> Measurement:
     learner = subject.learner()
     learner.iterate()
     with TemporaryDirectory() as name:
-        folder = Path(name) / "agent"
+        folder = Path(name) / "saved"
         learner.save(folder)
         wrong = list(accepted_damage(folder, np.random.default_rng(subject.seed)))
         wrong += accepted_forgeries(folder, Path(name) / "forged")
