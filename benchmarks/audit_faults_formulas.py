@@ -273,3 +273,115 @@ def _(inject: Injection) -> None:
 
     norms = GradientNorms.__call__
     inject.method(GradientNorms, "__call__", lambda self: tuple(value.square() for value in norms(self)))
+
+
+# --- observations ----------------------------------------------------------------------------------------------------
+
+
+@fault("F14", "the mean of observations moves within a rollout")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.rollout import ObservationScale
+
+    scale = ObservationScale.__call__
+
+    def moving(self: Any, obs: Tensor) -> Tensor:
+        found = scale(self, obs)
+        self.mean.lerp_(obs.reshape(-1, obs.shape[-1]).mean(0), 0.01)
+        return found
+
+    inject.method(ObservationScale, "__call__", moving)
+
+
+@fault("F14", "predictions update the statistics")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.agent import Agent
+
+    predict = Agent.predict
+
+    def learning(self: Any, observation: Any, *given: Any, **named: Any) -> Any:
+        self.observation_moments.update(torch.as_tensor(observation))
+        return predict(self, observation, *given, **named)
+
+    inject.method(Agent, "predict", learning)
+
+
+@fault("F14", "saved statistics are not loaded")
+def _(inject: Injection) -> None:
+    from tailguard.returns import RunningMoments
+
+    inject.method(RunningMoments, "load_state_dict", lambda self, state: None)  # noqa: ARG005
+
+
+@fault("F17", "attacks start at the clean observation")
+def _(inject: Injection) -> None:
+    from tailguard.robust.attacks import Ball
+
+    inject.method(Ball, "draw_inside", lambda self, like, generator: torch.zeros_like(like))  # noqa: ARG005
+
+
+@fault("F17", "steps are ε/K long")
+def _(inject: Injection) -> None:
+    from tailguard.robust.attacks import Attack
+
+    inject.method(Attack, "relative_step", property(lambda self: 1.0 / self.gradient_steps))
+
+
+@fault("F17", "perturbations are not projected onto the ball")
+def _(inject: Injection) -> None:
+    from tailguard.robust.attacks import Ball
+
+    inject.method(Ball, "project", lambda self, u: u)  # noqa: ARG005
+
+
+@fault("F17", "ε compounds from rollout to rollout")
+def _(inject: Injection) -> None:
+    from tailguard.robust.smoothness import Smoothness
+
+    def compounding(self: Any, progress: float) -> None:
+        grown = self.config.epsilon_at(progress)
+        self.epsilon.fill_(grown if float(self.epsilon) == 0 else float(self.epsilon) * (1 + progress))
+
+    inject.method(Smoothness, "set_progress", compounding)
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+@fault("F18", "one of the costs is booked and not paid")
+def _(inject: Injection) -> None:
+    from tailguard.market import simulator
+
+    step = simulator.step
+
+    def unpaid(market: Any, state: Any, target: Tensor, *given: Any, **named: Any) -> Any:
+        after, done = step(market, state, target, *given, **named)
+        net = done.net + done.costs["spread"]
+        return replace(after, equity=state.equity * (1 + net)), replace(done, net=net)
+
+    inject.function(step, unpaid)
+
+
+@fault("F18", "fees are in units of the starting capital")
+def _(inject: Injection) -> None:
+    from tailguard.market import costs
+
+    charge = costs.charge
+
+    def in_capitals(market: Any, moment: Any, basis: Any) -> Any:
+        found = charge(market, moment, basis)
+        return {kind: cost * basis.equity if kind == "fee" else cost for kind, cost in found.items()}
+
+    inject.function(charge, in_capitals)
+
+
+@fault("F18", "interest is an income")
+def _(inject: Injection) -> None:
+    from tailguard.market import costs
+
+    charge = costs.charge
+
+    def turned(market: Any, moment: Any, basis: Any) -> Any:
+        found = charge(market, moment, basis)
+        return {kind: -cost if kind == "borrow" else cost for kind, cost in found.items()}
+
+    inject.function(charge, turned)
