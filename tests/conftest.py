@@ -34,6 +34,9 @@ PanelMaker = Callable[..., Panel]
 # once, on import, and modules that were imported otherwise cannot be mixed.
 os.environ["NUMBA_DISABLE_JIT"] = "1"
 
+# The audit before a training has tests of its own; the trainings of the others begin at once.
+os.environ["TAILGUARD_AUDIT"] = "no"
+
 # Started with nohup, a process ignores hang-ups, and so does every process that a test starts.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

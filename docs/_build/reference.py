@@ -5,15 +5,21 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import re
+import sys
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
 import yaml
 
 from tailguard.config import RunConfig, field_docs
+
+MEASURED = Path(__file__).with_name("audit_measured.json")
+"""Numbers of the audit, which `audit_tables.py` writes."""
 
 
 def settings() -> str:
@@ -156,21 +162,49 @@ def _value(option: Any) -> str:
 
 
 def checks() -> str:
-    """A section for every group of checks of the audit: question, why it matters, what to do."""
+    """A section for every group of checks of the audit: question, number, bound, why it matters, what to do."""
     from tailguard.audit.audit_page import GROUPS
     from tailguard.audit.auditor import all_checks
 
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))["checks"]
     parts = []
     for letter, heading in GROUPS.items():
         rows = [check for check in all_checks() if check.id[0] == letter and "." not in check.id]
         if rows:
-            table = ["| check | question | why it matters | what to do |", "|---|---|---|---|"]
+            table = ["| check | question | number | bound | why it matters | what to do |", "|---|---|---|---|---|---|"]
             for check in rows:
                 when = "".join([" · fast" if check.fast else "", " · of a run" if check.of_run else ""])
-                cells = [_cell(text) for text in (check.question, check.why, check.remedy)]
+                found = measured.get(check.id, {"number": "–", "bound": "–", "measured": ""})
+                number = f"{found['number']} {found['measured']}".strip()
+                cells = [_cell(text) for text in (check.question, number, found["bound"], check.why, check.remedy)]
                 table.append(f"| **{check.id}**{when} | {' | '.join(cells)} |")
             parts.append("\n".join([f"### {heading}", "", *table]))
     return "\n\n".join(parts) + "\n"
+
+
+def faults() -> str:
+    """Every fault that is injected into the package, with the check that catches it."""
+    table = ["| check | fault |", "|---|---|"]
+    table += [f"| {one.check} | {_cell(one.name)} |" for one in in_order_of_checks(load_faults())]
+    return "\n".join(table) + "\n"
+
+
+def load_faults() -> list[Any]:
+    """The faults of every file `benchmarks/audit_faults*.py`."""
+    folder = Path(__file__).parents[2] / "benchmarks"
+    sys.path.insert(0, str(folder))
+    try:
+        for path in sorted(folder.glob("audit_faults_*.py")):
+            importlib.import_module(path.stem)
+        found: list[Any] = importlib.import_module("audit_faults").FAULTS
+        return found
+    finally:
+        sys.path.remove(str(folder))
+
+
+def in_order_of_checks(found: list[Any]) -> list[Any]:
+    """By group and number of their checks."""
+    return sorted(found, key=lambda one: (one.check[:1], int(one.check[1:]) if one.check[1:].isdigit() else 0))
 
 
 def api(module: str) -> str:

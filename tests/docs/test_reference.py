@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -114,11 +115,34 @@ def test_the_site_fetches_nothing() -> None:
 
 
 def test_every_check_of_the_audit_is_on_its_page(reference: Any) -> None:
-    assert "<!-- generated: checks -->" in (DOCS / "audit.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \*\*([A-Z]\d+)\*\*.*?\| (.+?) \| (.+?) \| (.+?) \|$", reference.checks(), re.MULTILINE)
-    checks = [check for check in all_checks() if "." not in check.id]
-    assert sorted(row[0] for row in rows) == sorted(check.id for check in checks)
-    for name, question, why, remedy in rows:
-        check = next(check for check in checks if check.id == name)
+    page = (DOCS / "audit.md").read_text(encoding="utf-8")
+    assert "<!-- generated: checks -->" in page
+    assert "<!-- generated: faults -->" in page
+    row = re.compile(r"^\| \*\*([A-Z]\d+)\*\*.*?\| (.+?) \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+    rows = row.findall(reference.checks())
+    checks = {check.id: check for check in all_checks() if "." not in check.id}
+    assert sorted(row[0] for row in rows) == sorted(checks)
+    for name, question, _, _, why, remedy in rows:
+        check = checks[name]
         assert (question, why) == (reference._cell(check.question), reference._cell(check.why))
         assert len(remedy) > 10
+
+
+def test_the_numbers_of_the_audit_are_of_checks_that_exist_and_passed(reference: Any) -> None:
+    measured = json.loads(reference.MEASURED.read_text(encoding="utf-8"))["checks"]
+    checks = {check.id for check in all_checks() if not check.of_run and "." not in check.id}
+    assert set(measured) <= checks, "run python docs/_build/audit_tables.py"
+    assert len(measured) > 20
+    for one in measured.values():
+        low, high = re.match(r"≥ (.+)", one["bound"]), re.match(r"≤ (.+)", one["bound"])
+        assert not low or float(one["number"]) >= float(low[1])
+        assert not high or float(one["number"]) <= float(high[1])
+
+
+def test_every_fault_is_on_the_page_of_the_audit(reference: Any) -> None:
+    faults = reference.load_faults()
+    table = reference.faults()
+    for one in faults:
+        assert f"| {one.check} | {reference._cell(one.name)} |" in table
+    assert table.count("\n") == len(faults) + 2
+    assert len(faults) >= 40

@@ -55,6 +55,7 @@ class AuditResult:
             "detail": measured.detail,
             "why": check.why,
             "remedy": check.remedy,
+            "of_run": check.of_run,
             "place": check.place,
             "seconds": round(self.seconds, 3),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tailguard.experiment.layout import RUNS, RunLayout
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tailguard.audit.before_training import FastAudit
     from tailguard.config import RunConfig
     from tailguard.evaluate.walk_forward_results import WalkForwardPlan
     from tailguard.runs.outcome import RunResult
@@ -56,6 +58,15 @@ def train(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print a table of all metrics every tenth iteration.")
     ] = False,
+    audit: Annotated[
+        bool,
+        typer.Option(
+            "--audit/--no-audit",
+            envvar="TAILGUARD_AUDIT",
+            help="First run the fast audit of the installed code; kept for each version and machine. 0 or no in the "
+            "environment turns it off for all runs.",
+        ),
+    ] = True,
     walk_forward: Annotated[
         bool, typer.Option("--walk-forward", help="Train a new agent for each of several consecutive test windows.")
     ] = False,
@@ -81,13 +92,18 @@ def train(
     if resume is not None:
         if config or bars or overrides or name:
             raise ConfigError(f"--resume {resume}: the run resumes with its own settings; remove the other settings")
+        passed = _audit_installed(Console()) if audit else None
         resume_run(resume, Console(), ask, verbose, trust_plugins=trust_plugins)
+        _keep_audit(passed, resume)
         return
     given = list(overrides or [])
     if bars is not None:
         given.append(path_setting(bars))
     folder = run_folder("run" if name is None else name)
     settings = load_config(config, given)
+    if not walk_forward and (folds is not None or seeds is not None or expanding):
+        raise ConfigError("--folds, --seeds and --expanding require --walk-forward; add it or remove them")
+    passed = _audit_installed(Console()) if audit else None
     if walk_forward:
         from tailguard.evaluate.walk_forward_results import WalkForwardPlan
 
@@ -98,10 +114,29 @@ def train(
             Console(),
             ask,
         )
-    elif folds is not None or seeds is not None or expanding:
-        raise ConfigError("--folds, --seeds and --expanding require --walk-forward; add it or remove them")
     else:
         train_run(settings, folder, Console(), ask=ask, verbose=verbose)
+        _keep_audit(passed, folder)
+
+
+def _audit_installed(console: Console) -> FastAudit:
+    """The fast audit of the installed code, or what was kept of it."""
+    from tailguard.audit.auditor import chosen_checks
+    from tailguard.audit.before_training import fast_audit
+
+    with shown_steps("audit", len(chosen_checks(fast=True)), console) as begin:
+        passed = fast_audit(begin)
+    say(console, f"audit    {passed.in_words}")
+    return passed
+
+
+def _keep_audit(passed: FastAudit | None, folder: Path) -> None:
+    """Write the audit into the run's folder for its report; an audit of the run itself is not replaced."""
+    from tailguard.places import replace_synced
+
+    path = RunLayout(folder).audit_path
+    if passed is not None and not path.exists():
+        replace_synced(path, (json.dumps(passed.record, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _report_after_training(result: RunResult, console: Console) -> None:

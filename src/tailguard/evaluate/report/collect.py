@@ -24,6 +24,7 @@ from tailguard.evaluate.certificates import Certificate, certify
 from tailguard.evaluate.optimum import share_of_optimum
 from tailguard.evaluate.prediction_calibration import Calibration, calibration
 from tailguard.evaluate.predictions import predictions
+from tailguard.evaluate.report.audit_record import AuditRecord, read_audit
 from tailguard.evaluate.report.provenance import provenance, repeat_command
 from tailguard.evaluate.report.training_record import AlarmRaised, alarms_in, read_metrics
 from tailguard.evaluate.robustness import ONE_OF_EACH, Disturbed, DisturbedBacktests, feed_disturbances
@@ -97,6 +98,8 @@ class ReportData:
     """Hashes and versions."""
     relative: Relative | None = None
     """The agent beside a benchmark of the user's choice."""
+    audit: AuditRecord | None = None
+    """The run's audit, where there was one."""
 
     @property
     def agent(self) -> BacktestResult:
@@ -189,6 +192,7 @@ def collect(
         config=to_yaml(run.config),
         command=repeat_command(run),
         facts=provenance(run),
+        audit=read_audit(run.layout.audit_path),
     )
 
 

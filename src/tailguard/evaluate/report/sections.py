@@ -11,6 +11,7 @@ from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.formatting import growth_of, number, p_value, percent, with_interval
 from tailguard.evaluate.report import charts, record_tables
+from tailguard.evaluate.report.audit_record import add_audit
 from tailguard.evaluate.report.charts import training_charts
 from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.feed_section import add_certificates, add_feed_section
@@ -25,6 +26,7 @@ SECTIONS = {
     "feed": "Would it survive a bad feed?",
     "behaviour": "What does it do?",
     "training": "How was it trained?",
+    "audit": "Was it audited?",
     "repeat": "How to reproduce it",
 }
 MOODS = {
@@ -51,7 +53,7 @@ ENOUGH_WINDOWS = 26
 def report_page(data: ReportData) -> Page:
     """The whole report."""
     page = Page()
-    for section in (_opening, _growth, _risk, _stress, _feed, _behaviour, _training, _repeat):
+    for section in (_opening, _growth, _risk, _stress, _feed, _behaviour, _training, _audit, _repeat):
         section(page, data)
     return page
 
@@ -374,6 +376,12 @@ def _training(page: Page, data: ReportData) -> None:
     for title, chart in training_charts(data.training, data.alarms).items():
         page.chart(chart, "", title)
     page.add("</div>")
+
+
+def _audit(page: Page, data: ReportData) -> None:
+    if data.audit is not None:
+        page.heading("audit", SECTIONS["audit"])
+        add_audit(page, data.audit)
 
 
 def _repeat(page: Page, data: ReportData) -> None:
