@@ -12,7 +12,7 @@ from tailguard.audit.auditor import AuditResult, all_checks
 from .conftest import load_faults
 
 FAULTS = load_faults()
-SLOW = {"C7"}
+SLOW = {"C7", "P1", "P3", "P9"}
 """Checks whose measurement takes seconds."""
 
 

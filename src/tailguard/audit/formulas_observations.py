@@ -76,8 +76,8 @@ def observation_statistics_stand_still(subject: Subject) -> Measurement:
     found.append(at_most("change of the statistics by observations of a million in evaluation",
                          float((_statistics(learner) - after).abs().max()), 0.0))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        learner.save(Path(folder) / "agent")
-        loaded = DistributionalPPO.load(Path(folder) / "agent")
+        learner.save(Path(folder) / "saved")
+        loaded = DistributionalPPO.load(Path(folder) / "saved")
         found.append(at_most("change of the statistics by saving and loading",
                              float((_statistics(loaded) - after).abs().max()), 0.0))  # fmt: skip
     return worst(found)

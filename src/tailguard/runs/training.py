@@ -64,7 +64,7 @@ def train_learner(
             _resume_from_checkpoint(agent, store, run, console, ask, again)
         with _report_once():
             _learn(agent, config, run, store, validation, console, again, verbose)
-        _print_tail(agent, console)
+        print_tail_in_training(agent, console)
         _choose(agent, config, run, store, validation, console, again)
     except OSError as error:
         raise disk_error(error, run, store, again) from error
@@ -186,7 +186,7 @@ def _learn(
         say(console, f"ended    early, after {agent.num_timesteps:,} of {total:,} steps: {evaluations}")
 
 
-def _print_tail(agent: Learner, console: Console) -> None:
+def print_tail_in_training(agent: Learner, console: Console) -> None:
     """Whether the limit was kept in training, by the last realised episodes."""
     if agent.risk is None or agent.risk.config.limit is None or not bool(agent.risk.constraint.ready):
         return
