@@ -135,6 +135,28 @@ def test_the_given_state_is_not_written_to() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("envs", [3, FUSED_STEP_SIZE])
+def test_a_step_from_a_given_state_is_the_step_and_its_slope_in_the_input(envs: int, layers: int) -> None:
+    """Also where episodes start; the state itself gets no gradient."""
+    memory = _random_memory(6, layers)
+    x, start = torch.randn(envs, INPUT, dtype=torch.float64), torch.arange(envs) % 3 == 0
+    state = _random_state(memory, envs)
+    prepared = memory.given(state, start)
+    found = []
+    for before in (state, prepared):
+        seen = x.clone().requires_grad_()
+        y, after = memory.step(seen, before, start)
+        with torch.no_grad():
+            plain, _ = memory.step(x, before, start)
+        (slope,) = torch.autograd.grad(y.square().sum(), seen)
+        found.append((y, *after, slope, plain))
+    assert found[0][-2].abs().max() > 1e-3
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-10)
+    assert not prepared[-1].requires_grad
+
+
 def test_a_nan_does_not_outlive_its_episode() -> None:
     memory = _random_memory(0)
     state = _random_state(memory, 2)

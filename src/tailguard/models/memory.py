@@ -22,7 +22,7 @@ from tailguard.member_axis import is_logical
 from tailguard.models.recurrence import cell_step, recurrence
 
 MemoryState = tuple[Tensor, ...]
-"""(h, c), each [L, N, H], for an LSTM; () for no memory."""
+"""(h, c), each [L, N, H], for an LSTM; () for no memory. `Memory.given` adds a third part."""
 
 CellWeights = tuple[Tensor, Tensor, Tensor, Tensor]
 """Input and recurrent weights, [4H, I] and [4H, H], then their biases, [4H] each; gates in the order i, f, g, o."""
@@ -44,6 +44,10 @@ class Memory(nn.Module, ABC):
     @abstractmethod
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         """Read one row: x [N, I], episode_start [N] bool -> output [N, H] and the state after the row."""
+
+    @abstractmethod
+    def given(self, state: MemoryState, episode_start: Tensor) -> MemoryState:
+        """The state for many calls of `step` with the same state and starts, of which the state gets no gradient."""
 
     @abstractmethod
     def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
@@ -73,6 +77,9 @@ class NoMemory(Memory):
 
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:  # noqa: ARG002
         return x, state
+
+    def given(self, state: MemoryState, episode_start: Tensor) -> MemoryState:  # noqa: ARG002
+        return state
 
     def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:  # noqa: ARG002
         return x, state
@@ -128,7 +135,8 @@ class LSTMMemory(Memory):
 
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         if torch.is_grad_enabled():
-            return self._by_cells(x, _clear(state, episode_start))
+            return self._by_cells(x, _clear(state, episode_start) if len(state) == 2 else state)
+        state = state[:2]
         if not _can_fuse(x):
             y, state = self._by_layers(x.unsqueeze(0), state, episode_start.unsqueeze(0))
             return y.squeeze(0), state
@@ -143,11 +151,23 @@ class LSTMMemory(Memory):
             cells.append(c)
         return x, (torch.stack(hidden), torch.stack(cells))
 
+    @torch.no_grad()
+    def given(self, state: MemoryState, episode_start: Tensor) -> MemoryState:
+        """The state, cleared, and what it and the biases give each gate, [L, N, 4H]: half of a step's work."""
+        h, c = _clear(state, episode_start)
+        weights = zip(self._weights(), h, strict=True)
+        return h, c, torch.stack([F.linear(own, w_hh, b_ih + b_hh) for (_, w_hh, b_ih, b_hh), own in weights])
+
     def _by_cells(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """One row with gradient; the state is cleared where an episode starts."""
         hidden, cells = [], []
-        for (w_ih, w_hh, b_ih, b_hh), h, c in zip(self._weights(), *map(_layers_of, state), strict=True):
-            x, c = cell_step(F.linear(x, w_ih, b_ih + b_hh), w_hh, h, c)
+        before_h, before_c, *given = map(_layers_of, state)
+        for layer, ((w_ih, w_hh, b_ih, b_hh), h, c) in enumerate(zip(self._weights(), before_h, before_c, strict=True)):
+            if given:
+                # The recurrent product is in the gates already: what is left of it has no columns.
+                x, c = cell_step(torch.addmm(given[0][layer], x, w_ih.mT), w_hh[:, :0], h[:, :0], c)
+            else:
+                x, c = cell_step(F.linear(x, w_ih, b_ih + b_hh), w_hh, h, c)
             hidden.append(x)
             cells.append(c)
         return x, (_of_layers(hidden).to(state[0].dtype), _of_layers(cells))

@@ -108,7 +108,7 @@ def cell_step(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[Tens
     All may have a leading dimension of members, each with weights of its own.
 
     gates:   [N, 4H], what the inputs and the biases give each gate, in the order i, f, g, o
-    weight:  [4H, H], recurrent
+    weight:  [4H, H], recurrent; [4H, 0], with h [N, 0], where the gates have the recurrent product already
     h, c:    [N, H], before the row
     """
     if is_logical(gates) or is_logical(weight):
@@ -122,9 +122,11 @@ class _CellStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         gates, weight, h, c = inputs
-        add_product = torch.addmm if weight.dim() == 2 else torch.baddbmm
-        sums = add_product(gates, h.to(gates.dtype), weight.to(gates.dtype).mT).to(c.dtype)
-        i, f, g, o = sums.chunk(4, dim=-1)
+        sums = gates
+        if h.shape[-1] > 0:
+            add_product = torch.addmm if weight.dim() == 2 else torch.baddbmm
+            sums = add_product(gates, h.to(gates.dtype), weight.to(gates.dtype).mT)
+        i, f, g, o = sums.to(c.dtype).chunk(4, dim=-1)
         i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
         after = f * c + i * g
         shown = after.tanh()
@@ -133,8 +135,9 @@ class _CellStep(torch.autograd.Function):
         return (o * shown).to(gates.dtype), after
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weight, h, c, i, f, g, o, shown = ctx.saved_tensors
+        _, wants_weight, wants_h, _ = ctx.needs_input_grad
         through_sigmoid, through_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
         grad_h = gradients[0].to(c.dtype)
         grad_c = gradients[1] + through_tanh(grad_h * o, shown)
@@ -145,8 +148,9 @@ class _CellStep(torch.autograd.Function):
             through_sigmoid(grad_h * shown, o),
         )
         narrow = torch.cat(parts, dim=-1).to(ctx.dtype)
-        grad_weight = narrow.mT @ h.to(ctx.dtype)
-        return narrow, grad_weight.to(weight.dtype), (narrow @ weight.to(ctx.dtype)).to(h.dtype), grad_c * f
+        to_weight = (narrow.mT @ h.to(ctx.dtype)).to(weight.dtype) if wants_weight else None
+        to_h = (narrow @ weight.to(ctx.dtype)).to(h.dtype) if wants_h else None
+        return narrow, to_weight, to_h, grad_c * f
 
 
 def _forward(

@@ -284,9 +284,10 @@ def row_objective(
     """What an attack on single rows [N, O] wants to be large, [N]; the memory is the same for clean and attacked."""
     if target == "critic":
         return lambda moved: -row_values(policy, moved, state, episode_start)
-    with torch.no_grad():
-        clean, _ = policy.act(obs, state[0], episode_start)
-    return lambda moved: distance(policy.action_head, clean, policy.act(moved, state[0], episode_start)[0], target)
+    memory = policy.each_trunk()[0].memory.given(state[0], episode_start)
+    with torch.enable_grad():  # the same operations as for `moved`: the divergence from itself is exactly 0
+        clean = policy.act(obs, memory, episode_start)[0].detach()
+    return lambda moved: distance(policy.action_head, clean, policy.act(moved, memory, episode_start)[0], target)
 
 
 def row_values(policy: ActorCritic, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
