@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tailguard.algorithm.rollout import Acted, Rollout, RolloutState, act_and_step, collect
 from tailguard.algorithm.runtime import mapped, tensors_of
@@ -48,11 +50,22 @@ def distribute(learner: Learner) -> Ranks:
                 "data parallel: this process was not started by torchrun. Start it with, for example, "
                 "torchrun --nproc-per-node 2 train.py"
             )
-        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        _join("nccl" if device.type == "cuda" else "gloo")
     ranks = Ranks(distributed.get_rank(), distributed.get_world_size())
     check_divided(learner, ranks.world)
     learner.collector, learner.updates.ranks = ranks.collect, ranks
     return ranks
+
+
+def _join(backend: str) -> None:
+    """Meet the other processes that torchrun started."""
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":  # several machines, which count their restarts apart
+        distributed.init_process_group(backend)
+        return
+    store, rank, world = next(rendezvous("env://"))
+    # After a restart the store still has the addresses of the processes that died: gloo would wait for them.
+    store = PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def check_divided(learner: Learner, world: int) -> None:
