@@ -45,6 +45,26 @@ def test_a_frame_of_yahoo_with_two_levels_is_read_either_way(first: str, expecte
     assert tg.load_bars(wide).frame.equals(expected)
 
 
+def test_a_symbol_that_is_listed_later_has_missing_values_in_two_levels() -> None:
+    late = {"AAPL": TWO["AAPL"], "MSFT": TWO["MSFT"][20:]}
+    bars = tg.load_bars(pd.concat(late, axis=1), universe="ragged")  # volumes of one are integers, of the other not
+    assert bars.select("MSFT").frame["close"].to_list() == TWO["MSFT"]["Close"][20:].tolist()
+    assert bars.select("AAPL").frame["volume"].to_list() == TWO["AAPL"]["Volume"].tolist()
+
+
+def test_prices_in_billionths_are_refused_and_converted_ones_are_read(tmp_path: Path) -> None:
+    frame = TWO["AAPL"].rename(columns=str.lower).rename_axis("ts_event").assign(rtype=35, publisher_id=2)
+    assert tg.load_bars(frame).frame["close"].to_list() == TWO["AAPL"]["Close"].tolist()
+    prices = ["open", "high", "low", "close"]
+    frame[prices] = (frame[prices] * 1e9).round().astype("int64")
+    frame.to_csv(tmp_path / "glbx.csv")
+    for source in (frame, tmp_path / "glbx.csv"):
+        with pytest.raises(
+            BarsError, match=r"in billionths as Databento.*Divide open, high, low and close by 1,000,000,000"
+        ):
+            tg.load_bars(source)
+
+
 def test_a_wide_frame_of_closes_is_one_symbol_a_column(expected: pl.DataFrame) -> None:
     wide = pd.DataFrame({symbol: frame["Close"] for symbol, frame in TWO.items()})
     from_pandas = tg.load_bars(wide)

@@ -120,6 +120,7 @@ def _checked(
 ) -> Report:
     """The report on files: in memory, or in pieces where they are large and nothing needs all of them at once."""
     from tailguard.data.disk.check_on_disk import check_on_disk
+    from tailguard.data.disk.read_pieces import readable_in_pieces
     from tailguard.data.frequency import parse_frequency
     from tailguard.data.readers import files_of, least_memory
     from tailguard.data.readiness import ready_report
@@ -127,7 +128,8 @@ def _checked(
 
     path = files if len(files) > 1 else files[0]
     in_pieces = symbol is None and chosen.universe == "common" and chosen.adjust == "none"
-    if in_pieces and least_memory(files_of(path)) > HELD_IN_MEMORY:
+    found = files_of(path)
+    if in_pieces and least_memory(found) > HELD_IN_MEMORY and all(map(readable_in_pieces, found)):
         return check_on_disk(
             path,
             needs,

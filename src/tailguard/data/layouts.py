@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from tailguard.data.columns import ACCEPTED, column_key, is_time_name, read_numbers, symbol_column
+from tailguard.errors import BarsError
 
 FIELDS = {
     column_key(name): field
@@ -60,16 +61,38 @@ def rows_of_levels(columns: Mapping[tuple[str, ...], pl.Series], index: Mapping[
         part = pl.DataFrame({**index, **own}).with_columns(symbol=pl.lit(symbol))
         prices = [name for name in own if FIELDS.get(column_key(name)) == "close"]
         parts.append(part.filter(pl.any_horizontal(pl.col(prices).is_not_null())) if prices else part)
-    return pl.concat(parts, how="diagonal")
+    # A symbol that is not listed from the start has missing values, and so numbers of another type.
+    return pl.concat(parts, how="diagonal_relaxed")
 
 
 def with_one_time(table: pl.DataFrame) -> pl.DataFrame:
-    """A table with a date in one column and the time of day in another, as MetaTrader writes it, with both in one."""
+    """A table with a date in one column and the time of day in another, as MetaTrader and Stooq write it, with both in
+    one."""
     keys = {column_key(name): name for name in table.columns}
     date, clock = keys.get("date"), keys.get("time")
     if date is None or clock is None or table.height == 0 or table[clock].dtype != pl.String:
         return table
+    if table[clock].drop_nulls().str.contains(r"^\d{6}$").all():  # 093000
+        table = table.with_columns(pl.col(clock).str.replace(r"^(\d\d)(\d\d)(\d\d)$", "$1:$2:$3"))
     if not table[clock].drop_nulls().str.contains(r"^\d{1,2}:\d\d(:\d\d)?$").all():
         return table
-    both = pl.concat_str(pl.col(date).cast(pl.String), pl.lit(" "), pl.col(clock)).alias(date)
-    return table.with_columns(both).drop(clock)
+    day = pl.col(date).cast(pl.String).str.replace(r"^(\d{4})(\d\d)(\d\d)$", "$1-$2-$3")
+    return table.with_columns(pl.concat_str(day, pl.lit(" "), pl.col(clock)).alias(date)).drop(clock)
+
+
+FIXED_POINT = {"rtype", "publisherid"}
+"""Columns of a table of Databento, whose prices are whole billionths unless they were converted."""
+SMALLEST_FIXED = 1e6
+"""A price of a thousandth in billionths."""
+
+
+def check_prices_scaled(table: pl.DataFrame, close: str, path: str) -> None:
+    """Refuse prices in whole billionths: every amount of money that follows from them would be wrong."""
+    if not {column_key(name) for name in table.columns} >= FIXED_POINT:
+        return
+    prices = read_numbers(table[close]).drop_nulls()
+    if len(prices) and ((prices >= SMALLEST_FIXED) & (prices == prices.floor())).all():
+        raise BarsError(
+            f"{path}: the prices are whole numbers like {prices[0]:,.0f}, in billionths as Databento stores them. "
+            "Divide open, high, low and close by 1,000,000,000, or export with pretty_px=True (to_df does it)"
+        )

@@ -28,7 +28,7 @@ from tailguard.data.corporate_actions import Adjust, adjusted
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
-from tailguard.data.layouts import rows_of_wide, with_one_time
+from tailguard.data.layouts import check_prices_scaled, rows_of_wide, with_one_time
 from tailguard.data.readers import Paths, check_memory, files_of, name_of, read_file, with_names
 from tailguard.data.universe import universe_of
 from tailguard.data.volume_unit import VolumeUnit, typical_price
@@ -232,6 +232,7 @@ class Table:
         """Recognise the columns of `raw`, whose first row is the file's `first_row`; `symbol` if no column names it."""
         recognised = recognise(raw.columns, path, table_symbol(raw, symbol))
         fields = recognised.fields
+        check_prices_scaled(raw, fields["close"], path)
         columns = {name: read_numbers(raw[fields[name]]) for name in (*REQUIRED, *OPTIONAL) if name in fields}
         try:
             columns["time"] = read_times(raw[fields["time"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from backtesting.test import EURUSD
 
 from tailguard.cli import data as command
+from tailguard.cli import main
 from tailguard.data.calendars import Timetable
 from tailguard.data.disk.check_on_disk import check_on_disk
 from tailguard.data.findings import Report
@@ -82,10 +84,6 @@ def test_the_report_is_that_of_the_bars_in_memory(
 def test_the_command_takes_large_files_by_pieces(
     files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
-    from tailguard.cli import main
-
     said = []
     for limit in (2**40, 0):
         monkeypatch.setattr(command, "HELD_IN_MEMORY", limit)
@@ -97,3 +95,31 @@ def test_the_command_takes_large_files_by_pieces(
     note = "checked in pieces: columns beyond those of bars are not looked at"
     assert note not in said[0]
     assert [line for line in said[1] if line != note] == said[0]
+
+
+def test_files_that_only_the_whole_explains_are_held_in_memory(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wide ones and those with the newest bars first."""
+    frame = pl.read_parquet(files / "holes.parquet").select("time", "close").with_row_index()
+    wide = frame.select("time", A=pl.col("close"), B=pl.when(pl.col("index") > 2_000).then(pl.col("close")))
+    wide.with_columns(pl.col("time").dt.strftime("%Y-%m-%d %H:%M")).write_csv(tmp_path / "wide.csv")
+    pl.read_parquet(files / "holes.parquet").reverse().write_parquet(tmp_path / "newest.parquet")
+    EURUSD.to_csv(tmp_path / "clock.csv", date_format="%Y%m%d,%H%M%S", quoting=3, escapechar="|", index_label="x")
+    text = (tmp_path / "clock.csv").read_text().replace("|", "").replace("x,Open", "<DATE>,<TIME>,Open")
+    (tmp_path / "clock.csv").write_text(text)
+    assert text.splitlines()[1].startswith("20170419,090000,1.0716,")
+    monkeypatch.setattr(command, "HELD_IN_MEMORY", 0)
+    cases = (
+        ("wide.csv", False, "2 symbols"),
+        ("newest.parquet", False, "3,998 bars"),
+        ("clock.csv", True, "5,000 bars"),
+    )
+    for name, in_pieces, says in cases:
+        monkeypatch.setattr(sys, "argv", ["tailguard", "data", "check", str(tmp_path / name), "--gaps", "split"])
+        with pytest.raises(SystemExit):
+            main()
+        said = capsys.readouterr().out
+        assert ("checked in pieces" in said) == in_pieces
+        assert "✓ order" in said
+        assert says in said

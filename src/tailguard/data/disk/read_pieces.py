@@ -8,6 +8,7 @@ from pathlib import Path
 import polars as pl
 
 from tailguard.data.columns import recognise, symbol_of
+from tailguard.data.layouts import rows_of_wide, with_one_time
 from tailguard.data.readers import (
     IPC,
     READING_ERRORS,
@@ -32,7 +33,7 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
     """The file's bars, about `rows` at a time, in its own order."""
     first = 1
     try:
-        for raw in _raw_pieces(path, rows):
+        for raw in map(with_one_time, _raw_pieces(path, rows)):
             yield Table.of(raw, str(path), symbol_of(path), first)
             first += raw.height
     except READING_ERRORS as error:
@@ -43,13 +44,26 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
 
 def fields_of(path: Path) -> set[str]:
     """The fields of bars that the file has, by its columns alone."""
+    raw = _first_rows(path)
+    return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
+
+
+def readable_in_pieces(path: Path) -> bool:
+    """Whether a piece of the file can be understood without the others: it is neither wide nor newest first."""
+    raw = _first_rows(path)
+    if rows_of_wide(raw) is not raw:
+        return False
+    return int(Table.of(raw, str(path), symbol_of(path)).frame["row"][0]) == 1
+
+
+def _first_rows(path: Path) -> pl.DataFrame:
     try:
         raw = next(_raw_pieces(path, 1_000), None)
     except READING_ERRORS as error:
         raise unreadable(path, error) from error
-    if raw is None:
+    if raw is None or raw.is_empty():
         raise BarsError(f"{path}: no bars")
-    return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
+    return with_one_time(raw)
 
 
 def _raw_pieces(path: Path, rows: int) -> Iterator[pl.DataFrame]:
