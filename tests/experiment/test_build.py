@@ -13,6 +13,7 @@ import tailguard as tg
 from tailguard.config import RunConfig, load_config
 from tailguard.errors import ConfigError
 from tailguard.experiment.build import build, build_env, load_bars_in_memory, load_market, split_market
+from tailguard.runs.prepare_market import prepare_market
 
 SMALL = (
     "data.synthetic_bars=1600",
@@ -79,6 +80,14 @@ def test_bars_of_a_file_are_those_of_the_chosen_symbols(tmp_path: Path) -> None:
     assert f"{bars.symbols[1]} · 2" in market.describe()
     assert market.describe().endswith("900 bars")
     assert load_bars_in_memory(config).symbols == bars.symbols[1:]
+
+
+def test_costs_of_a_symbol_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    tg.make_market(400, assets=2, seed=1).save(tmp_path / "bars.parquet")
+    config = load_config(overrides=[f"data.path={tmp_path / 'bars.parquet'}", "market.per_symbol={SYN2: {fee: 0.01}}"])
+    for use in (load_market, lambda given: prepare_market(given, tmp_path / "market")):
+        with pytest.raises(ConfigError, match=r"market.per_symbol: .*no symbol 'SYN2'; SYN02 is near"):
+            use(config)
 
 
 def test_a_fraction_may_be_written_as_text(config: RunConfig) -> None:

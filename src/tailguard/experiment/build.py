@@ -27,6 +27,7 @@ from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.experiment.faulty_feed import randomised_feeds
 from tailguard.experiment.memory_needs import check_memory, check_synthetic
+from tailguard.market.per_symbol import check_known
 
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
@@ -90,9 +91,9 @@ def load_market(config: RunConfig) -> MarketData:
         check_synthetic(config)
         synthetic = make_market(data.synthetic_bars, seed=config.training.seed, signal=data.synthetic_signal)
         return MarketData(synthetic.bars, synthetic)
-    if is_prepared_market(Path(data.path)):
-        return MarketData(open_market(data.path))
-    return MarketData(read_bars(data.path, data))
+    bars = open_market(data.path) if is_prepared_market(Path(data.path)) else read_bars(data.path, data)
+    check_known(config.market, bars.symbols, bars.source)
+    return MarketData(bars)
 
 
 def read_bars(path: str | Path, data: DataConfig) -> Bars:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,6 +53,15 @@ def for_assets(config: MarketConfig, name: str, symbols: Sequence[str]) -> float
     if not own.keys() & set(symbols):
         return common
     return np.array([own.get(symbol, common) for symbol in symbols], np.float64)
+
+
+def check_known(config: MarketConfig, symbols: Sequence[str], source: str) -> None:
+    """Refuse settings of symbols that the bars do not have: they would have no effect."""
+    unknown = [symbol for symbol in config.per_symbol if symbol not in symbols]
+    if unknown:
+        near = get_close_matches(unknown[0], symbols, 1)
+        meant = f"; {near[0]} is near" if near else ""
+        raise ConfigError(f"market.per_symbol: {source} has no symbol {unknown[0]!r}{meant}. Remove or correct it")
 
 
 def check_assets(config: MarketConfig, symbols: Sequence[str], assets: int) -> None:

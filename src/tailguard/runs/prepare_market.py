@@ -41,6 +41,7 @@ from tailguard.envs.prepared_market import (
 from tailguard.errors import BarsError, ConfigError, RunError
 from tailguard.evaluate.trials import hash_of
 from tailguard.experiment.build import bound_settings
+from tailguard.market.per_symbol import check_known
 from tailguard.market.tables import check_traded, table_columns
 from tailguard.places import new_folder, put_in_place, recover, sync_folder, write_synced
 from tailguard.runs.checkpoint import prepared_hashes
@@ -127,6 +128,7 @@ def _write(
         workers=workers,
         say=say,
     )
+    check_known(config.market, store.symbols, store.source)
     common = store.write_common_times(scratch / "common", rows)
     if not len(common):
         raise BarsError(f"{store.source}: the symbols {', '.join(store.symbols)} have no time in common")
