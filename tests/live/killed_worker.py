@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     journal = Journal(folder / "journal.jsonl")
     first = replayed.live_bars[0].time_ms
     clock = SimulatedClock(max([first, *(int(record["time"]) for record in journal.records[-1:])]))
-    venue = PaperVenue(replayed.market, replayed.panel, clock, store=folder / "venue.json")
+    venue = PaperVenue(replayed.market, replayed.panel, clock, store=folder / "venue.sqlite")
     settings = SessionConfig(
         run="killed",
         mode="paper",

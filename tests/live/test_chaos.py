@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import tailguard as tg
+from tailguard.live.books import BookStore
 from tailguard.live.chaos import Chaos, CrashingVenue, Outcome
 from tailguard.live.journal import Journal, read_records
 from tailguard.live.kill import KillSwitch
@@ -158,15 +159,15 @@ def test_a_process_killed_again_and_again_by_the_system_trades_as_one(tmp_path: 
     decided = [record["bar"] for record in records if record["kind"] == "decision"]
     assert len(set(decided)) == len(decided) == 60
     intents = {record["id"]: record for record in records if record["kind"] == "intent"}
-    books = json.loads((tmp_path / "venue.json").read_text())
-    taken = Counter((intents[name]["bar"], intents[name]["symbol"]) for name in books["orders"])
+    books = BookStore(tmp_path / "venue.sqlite").read()
+    taken = Counter((intents[name]["bar"], intents[name]["symbol"]) for name in books.orders)
     assert max(taken.values()) == 1
     filled = Counter()
-    for order in books["orders"].values():
+    for order in books.orders.values():
         filled[order["symbol"]] += Decimal(order["filled"])
     outcomes = {record["id"]: Decimal(record["filled"]) for record in records if record["kind"] == "order"}
-    for symbol, position in books["positions"].items():
-        assert Decimal(position) == filled[symbol]
+    for symbol, position in books.positions.items():
+        assert position == filled[symbol]
         assert filled[symbol] == sum(size for name, size in outcomes.items() if intents[name]["symbol"] == symbol)
     assert not [record for record in records if record["kind"] in ("adopt", "freeze", "kill")]
-    print(json.dumps({"kills": kills, "orders": len(books["orders"])}))
+    print(json.dumps({"kills": kills, "orders": len(books.orders)}))

@@ -218,8 +218,13 @@ def test_options_that_make_no_sense_are_refused(run: Path, cli: Cli, tmp_path: P
     cli("live", run, "--guard", "drawdown", fails="write a name and a number")
     cli("live", run, "--verify", "--mode", "paper", fails="no session in the mode paper")
     cli("kill", tmp_path / "nowhere", fails="no run here")
-    result = CliRunner().invoke(app, ["live", str(run), "--mode", "live"])
-    assert result.exit_code == 2
+    cli("live", run, "--mode", "live", fails="--mode live needs --exchange and --budget")
+    cli("live", run, "--orders", "twap", "--spread", "400", fails="--spread 400: a bar is fresh for 360 s")
+    cli("live", run, "--budget", "100", fails="--budget and --service belong to --mode live")
+    cli("live", run, "--exchange", "binance", "--data", run, fails="--data replays bars and an exchange has its own")
+    cli("live", run, "--venue", "http://example.org:80", fails="write the address that tailguard venue prints")
+    cli("live", run, "--mode", "paper", "--venue", "http://127.0.0.1:9", fails="no paper venue answers at 127.0.0.1:9")
+    cli("live", run, "--venue", "http://127.0.0.1:9", "--exchange", "kraken", fails="--venue stands for binanceusdm")
 
 
 def test_the_page_of_a_process_shows_its_session_until_it_ends(run: Path) -> None:

@@ -203,7 +203,7 @@ def test_an_order_beyond_its_limit_expires(venue: PaperVenue) -> None:
 
 
 def test_the_books_survive_a_restart_of_the_venue(venue: PaperVenue, tmp_path) -> None:
-    store = tmp_path / "venue.json"
+    store = tmp_path / "venue.sqlite"
     first = PaperVenue(venue.market, venue.panel, SimulatedClock(venue.clock.now()), store=store)
     first.place(order_at(first))
     first.clock.wait_until(first.clock.now() + 3 * HOUR)

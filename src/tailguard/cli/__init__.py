@@ -6,7 +6,7 @@ from tailguard.cli.application import app, main
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = ("train", "population", "evaluate", "audit", "live", "bench", "config", "data")
+COMMANDS = ("train", "population", "evaluate", "audit", "live", "venue", "bench", "config", "data")
 """Modules of this package that register commands; their order is that of `tailguard --help`."""
 
 for _module in COMMANDS:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tailguard.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -41,3 +43,15 @@ def shown_steps(label: str, total: int, console: Console) -> Iterator[Callable[[
 def path_setting(bars: Path) -> str:
     """--data as a setting; quoted, since YAML would not read a path such as `1.5` or `[a]` as text."""
     return f"data.path={json.dumps(str(bars))}"
+
+
+def named_numbers(option: str, texts: list[str], example: str) -> dict[str, float]:
+    """An option of the form name=number that may be given several times."""
+    numbers = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            numbers[name.strip()] = float(value)
+        except ValueError:
+            raise ConfigError(f"{option} {text}: write a name and a number, such as {example}") from None
+    return numbers

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tailguard.cli.application import app
-from tailguard.cli.common import TrustPlugins
+from tailguard.cli.common import TrustPlugins, named_numbers
+from tailguard.cli.live_terms import confirm, hidden, read_terms
 from tailguard.console import say
 from tailguard.errors import ConfigError, RunError
 
@@ -27,18 +28,38 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished r
 def live(
     run: Run,
     mode: Annotated[
-        Literal["shadow", "paper"],
-        typer.Option(help="shadow: decide and log, send nothing. paper: trade at a simulated venue."),
+        Literal["shadow", "paper", "live"],
+        typer.Option(
+            help="shadow: decide and log, send nothing. paper: trade at a simulated venue. live: trade with real money."
+        ),
     ] = "shadow",
     data: Annotated[
         Path | None, typer.Option(help="Bars to replay: a file or a folder. Default: the run's test part.")
     ] = None,
     exchange: Annotated[
-        str | None, typer.Option(help="Follow an exchange instead, in shadow: its name in ccxt, like binanceusdm.")
+        str | None, typer.Option(help="Follow an exchange instead: its name in ccxt, like binanceusdm.")
+    ] = None,
+    venue: Annotated[
+        str | None, typer.Option(help="Address of a paper venue that tailguard venue has started; it is the exchange.")
     ] = None,
     symbol: Annotated[
         list[str] | None, typer.Option(help="Symbols to trade. Default: those of the bars, or of the run.")
     ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Live: money of the account that the session may use. Required there.")
+    ] = None,
+    service: Annotated[
+        bool,
+        typer.Option("--service", help="Live without a terminal, by the confirmation that a person typed before."),
+    ] = False,
+    orders: Annotated[
+        Literal["immediate", "market", "limit_then_market", "twap"],
+        typer.Option(help="How orders are sent; docs/live.md says what each style does."),
+    ] = "immediate",
+    spread: Annotated[
+        float, typer.Option(help="Seconds that limit_then_market waits, and over which a twap sends its slices.")
+    ] = 60.0,
+    slices: Annotated[int, typer.Option(help="Most slices of a twap.")] = 5,
     seconds: Annotated[float, typer.Option(help="Seconds between two bars of a replay; 0: as fast as possible.")] = 0.0,
     guard: Annotated[
         list[str] | None, typer.Option(help="Change a limit: --guard drawdown=0.1. docs/live.md lists them.")
@@ -55,11 +76,12 @@ def live(
     ] = False,
     trust_plugins: TrustPlugins = False,
 ) -> None:
-    """Let a run's agent decide bar by bar, in shadow or on paper. Orders to an exchange are not offered."""
+    """Let a run's agent decide bar by bar: in shadow, on paper, or with real money."""
     from rich.console import Console
 
     from tailguard.live.display import WatchedSource, shown
     from tailguard.live.opening import LiveSource, open_session, verify_session
+    from tailguard.live.orders import OrderConfig
     from tailguard.live.screen import line
     from tailguard.live.session import Killed
 
@@ -70,26 +92,37 @@ def live(
         say(console, f"head      {head}")
         return
     stopping = _Stopping()
-    source = LiveSource(data, exchange, tuple(symbol or ()), seconds)
-    with _server(page) as server:
+    source = LiveSource(data, exchange, tuple(symbol or ()), seconds, venue)
+    terms = read_terms(mode, source, budget, service)
+    limits = named_numbers("--guard", guard or [], "drawdown=0.1")
+    with hidden(terms), _server(page) as server:
         opened = open_session(
-            run, mode, source, _limits(guard or []), stop=stopping.is_asked, trust_plugins=trust_plugins
+            run,
+            mode,
+            source,
+            limits,
+            terms=terms,
+            orders=OrderConfig(orders, spread, slices),
+            stop=stopping.is_asked,
+            trust_plugins=trust_plugins,
         )
         session, command = opened.session, f"tailguard live {run} --mode {mode} --release"
-        if server is not None:
-            say(console, f"page      {server.url}")
-        with session.ledger.journal, shown(session, command, console, server) as display:
-            # A source that waits asks again and again whether to stop: the age of the last bar stays true.
-            stopping.beat = display.refresh
-            if release:
-                session.release(getpass.getuser())
-                say(console, "released  guards and kill switch are reset")
-            with _signals(stopping, session.kill):
-                try:
-                    session.start()
-                    session.run(WatchedSource(opened.source, display), stop=stopping.is_asked)
-                except Killed as error:
-                    raise RunError(f"{run}: {error}") from None
+        with session.ledger.journal:
+            confirm(opened, console, service=service)
+            if server is not None:
+                say(console, f"page      {server.url}")
+            with shown(session, command, console, server) as display:
+                # A source that waits asks again and again whether to stop: the age of the last bar stays true.
+                stopping.beat = display.refresh
+                if release:
+                    session.release(getpass.getuser())
+                    say(console, "released  guards and kill switch are reset")
+                with _signals(stopping, session.kill):
+                    try:
+                        session.start()
+                        session.run(WatchedSource(opened.source, display), stop=stopping.is_asked)
+                    except Killed as error:
+                        raise RunError(f"{run}: {error}") from None
         say(console, line(session))
         say(console, f"journal   {session.ledger.journal.path}")
 
@@ -110,18 +143,6 @@ def kill(
         raise ConfigError(f"{run}: no run here: {layout.config_path.name} is missing. Give the folder of a run")
     KillSwitch(layout.kill_path).trip(f"tailguard kill, by {getpass.getuser()}", flatten=flatten)
     say(Console(), f"killed   {layout.kill_path}")
-
-
-def _limits(texts: list[str]) -> dict[str, float]:
-    """--guard name=number, several times."""
-    limits = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            limits[name.strip()] = float(value)
-        except ValueError:
-            raise ConfigError(f"--guard {text}: write a name and a number, such as drawdown=0.1") from None
-    return limits
 
 
 class _Stopping:

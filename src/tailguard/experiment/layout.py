@@ -13,6 +13,7 @@ runs/
     report.html robustness.html population.html
     audit.html audit.json audit.sarif
     live/KILL                  the kill switch: nothing is sent while it is there
+    live/exchange.sqlite       the account at a paper venue of tailguard venue
     live/<mode>/               journal, lead-in of the bars and paper account of a session
   <name>/                      a walk forward
     walk_forward.json settings.yaml walk_forward.html
@@ -55,7 +56,8 @@ LIVE = "live"
 KILL = "KILL"
 JOURNAL = "journal.jsonl"
 LEAD_IN = "lead_in.parquet"
-PAPER_BOOKS = "venue.json"
+PAPER_BOOKS = "venue.sqlite"
+EXCHANGE_BOOKS = "exchange.sqlite"
 
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
@@ -163,6 +165,11 @@ class RunLayout:
     def paper_books_path(self, mode: str) -> Path:
         """The account at the paper venue."""
         return self.path / LIVE / mode / PAPER_BOOKS
+
+    @property
+    def exchange_books_path(self) -> Path:
+        """The account at the paper venue that is a process of its own."""
+        return self.path / LIVE / EXCHANGE_BOOKS
 
     @property
     def plan_path(self) -> Path:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 
 import numpy as np
 
-from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused
+from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused, ServerFailed
 
 LONGEST_SILENCE = 40
 """Calls that a disconnection lasts, at most."""
@@ -41,6 +41,27 @@ class FaultRates:
     """No call gets through for a while, up to `LONGEST_SILENCE` calls."""
     clock_jump: float = 0.0
     """The venue's clock jumps by up to ten seconds, either way."""
+
+
+@dataclass(frozen=True)
+class BarFaultRates:
+    """Probabilities, for each bar: what happens in the market and in the account, whoever calls."""
+
+    bar_gap: float = 0.0
+    """The bar is never shown."""
+    external_trade: float = 0.0
+    """Somebody else trades in the account."""
+    liquidation: float = 0.0
+    """The venue closes all positions."""
+    resting_fill: float = 0.0
+    """A resting order is filled, or partly filled, at its limit."""
+
+    def drawn(self, seed: int, row: int) -> tuple[set[str], np.random.Generator]:
+        """What happens in this bar, and a generator for the details. A row has its own, so that a restart changes
+        nothing."""
+        draw = np.random.default_rng((seed, row))
+        chances = {item.name: float(draw.random()) for item in fields(self)}
+        return {name for name, chance in chances.items() if chance < getattr(self, name)}, draw
 
 
 @dataclass
@@ -86,11 +107,24 @@ class Faults:
         if self._happens("unavailable"):
             if self._draw.random() < 0.5:
                 self._try(accept, order, now)
-            raise OutcomeUnknown("503 service unavailable")
+            raise ServerFailed("503 service unavailable")
         if self._happens("reply_lost"):
             self._try(accept, order, now)
             raise OutcomeUnknown("timed out")
         return accept(order, now)
+
+    def is_event_late(self) -> bool:
+        """Whether an event of a stream arrives after the one that follows it."""
+        return self._happens("late_events")
+
+    def event_copies(self) -> int:
+        """How often an event of a stream arrives."""
+        return 2 if self._happens("repeated_events") else 1
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the connection is down."""
+        return self._silent > 0
 
     def arrived(self, now: int) -> list[tuple[int, OrderRequest]]:
         """Orders that were under way and have arrived by now, with the time of their arrival."""

@@ -26,27 +26,30 @@ from tailguard.evaluate.backtest import backtest
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import load_run_agent, open_run, read_run_config
 from tailguard.live.bar_history import BarHistory, BarSource, LiveBar, ReplaySource
+from tailguard.live.ccxt_venue import RECEIVE_WINDOW_MS, CcxtVenue, make_client
 from tailguard.live.decide import LiveDecider, WarmUpError
 from tailguard.live.guards import GuardConfig
 from tailguard.live.journal import Journal, read_records
 from tailguard.live.kill import KillSwitch
 from tailguard.live.orders import OrderConfig
 from tailguard.live.paper import PaperVenue
+from tailguard.live.paper_client import EXCHANGE, KEYS, PaperAddress, PaperClock
 from tailguard.live.polling import PollingSource, fetch_lead_in
 from tailguard.live.session import Session, SessionConfig
 from tailguard.live.shadow import SimulatedAccount
-from tailguard.live.venue import Clock, SimulatedClock, SystemClock
-from tailguard.market import build_market
+from tailguard.live.stake import LiveTerms, Stake, stake_of
+from tailguard.live.venue import Clock, SimulatedClock, SystemClock, Venue
+from tailguard.market import MarketConfig, build_market
 from tailguard.places import read_plain, replace_synced
 
-Mode = Literal["shadow", "paper"]
+Mode = Literal["shadow", "paper", "live"]
 EXTRA_LEAD_IN = 64
 """Bars that are fetched beyond the longest warm-up."""
 
 
 @dataclass(frozen=True)
 class LiveSource:
-    """Where the bars come from: a file or the run's test part to replay, or an exchange."""
+    """Where the bars come from: a file or the run's test part to replay, an exchange, or a paper venue's address."""
 
     data: Path | None = None
     exchange: str | None = None
@@ -54,6 +57,12 @@ class LiveSource:
     """Symbols to trade; empty: those of the bars, or of the run."""
     seconds_per_bar: float = 0.0
     """Pace of a replay; 0: as fast as possible."""
+    venue: str | None = None
+    """Address of a paper venue in another process, which stands for the exchange."""
+
+    def __post_init__(self) -> None:
+        if self.venue is not None and self.exchange is None:
+            object.__setattr__(self, "exchange", EXCHANGE)
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,8 @@ class OpenedSession:
 
     session: Session
     source: BarSource
+    terms: dict[str, Any]
+    """What a person has to agree to before live trading; empty elsewhere."""
 
 
 def open_session(
@@ -70,12 +81,13 @@ def open_session(
     where: LiveSource,
     guards: Mapping[str, float] | None = None,
     *,
+    terms: LiveTerms | None = None,
+    orders: OrderConfig | None = None,
     stop: Callable[[], bool] = lambda: False,
     trust_plugins: bool = False,
 ) -> OpenedSession:
-    """Open the run's session in a mode, or begin one."""
-    if mode == "paper" and where.exchange is not None:
-        raise ConfigError("--mode paper replays bars; leave out --exchange. An exchange is followed with --mode shadow")
+    """Open the run's session in a mode, or begin one. `terms`: what live trading needs besides."""
+    _check_mode(mode, where, terms)
     layout = RunLayout(run)
     config = read_run_config(run, trust_plugins=trust_plugins)
     agent = load_run_agent(run)
@@ -88,52 +100,36 @@ def open_session(
             "afterwards, so that live sessions follow markets that trade around the clock; use tailguard backtest"
         )
     exchanges = _exchanges(where, spec.frequency_ms, tuple(config.data.symbols))
-    begun = layout.journal_path(mode).exists() and layout.journal_path(mode).stat().st_size > 0
-    bars = None if exchanges else _bars_to_replay(run, where)
+    limits = guard_config(guards or {}, agent)
+    check_time_of_orders(orders or OrderConfig(), limits, spec.frequency_ms)
+    bars = None if exchanges else bars_to_replay(run, where)
     journal = Journal(layout.journal_path(mode))
     try:
-        first = next((record for record in journal.records if record["kind"] == "start"), None)
-        digest = agent_digest(layout)
-        if begun and first is not None:
-            lead_in, first_ms, name = read_lead_in(layout, mode, first), int(first["first"]), str(first["run"])
-            if first["agent"] != digest:
-                raise ConfigError(
-                    f"{run}: its agent has changed since the session began. Restore it, or move {journal.path.parent} "
-                    "away to begin a new session"
-                )
-        else:
-            lead_in = fetch_lead_in(exchanges, _needed(agent) + EXTRA_LEAD_IN) if bars is None else bars
-            first_ms = _first_bar(lead_in, agent, replayed=bars is not None)
-            name = f"{layout.path.resolve().name}:{mode}:{first_ms}:{secrets.token_hex(4)}"
-            lead_in = BarHistory(lead_in, first_ms).bars
-            _write_lead_in(layout.lead_in_path(mode), lead_in)
+        began = _begin_or_go_on(run, mode, agent, journal, exchanges, bars)
+        lead_in, first_ms = began.lead_in, began.first_ms
         spec.check_fits(lead_in.panel(spec.accounts))
-        last_time = int(journal.records[-1]["time"]) if journal.records else first_ms
-        clock: Clock = SystemClock() if exchanges else SimulatedClock(last_time)
+        clock = _clock(where, int(journal.records[-1]["time"]) if journal.records else first_ms)
         decider = LiveDecider(agent, BarHistory(lead_in, first_ms))
+        venue, budget = _venue(mode, where, terms, lead_in.symbols, clock, bars, spec.market, layout, journal)
         settings = SessionConfig(
-            run=name,
+            run=began.name,
             mode=mode,
             symbols=lead_in.symbols,
-            capital=spec.market.capital if mode == "paper" else 1.0,
+            capital=budget.capital,
             leverage=spec.market.leverage,
             bar_ms=spec.frequency_ms,
             window=spec.episode_length,
-            guards=guard_config(guards or {}, agent),
-            orders=OrderConfig(),
+            guards=limits,
+            orders=orders or OrderConfig(),
+            ceiling=budget.ceiling,
         )
-        venue = None
-        if mode == "paper":
-            assert bars is not None
-            panel = bars.panel()
-            market = build_market(panel, spec.market, dtype=torch.float64)
-            venue = PaperVenue(market, panel, clock, store=layout.paper_books_path(mode))
         about = {
             "first": first_ms,
-            "agent": digest,
+            "agent": agent_digest(layout),
             "lead_in": _digest(layout.lead_in_path(mode)),
             "frequency": spec.frequency_ms,
-            "source": str(where.exchange or where.data or "test part"),
+            "source": str(where.venue or where.exchange or where.data or "test part"),
+            **budget.about,
         }
         known = [record["bar"] for record in journal.records if record["kind"] == "bar"]
         after = known[-1] if known else first_ms - spec.frequency_ms
@@ -150,13 +146,137 @@ def open_session(
     except BaseException:
         journal.close()
         raise
-    source: BarSource
-    if bars is None:
-        alarm = lambda message: session.ledger.record("alarm", guard="bars", message=message)  # noqa: E731
-        source = PollingSource(exchanges, after, clock, lambda: stop() or session.kill.is_tripped(), alarm)
-    else:
-        source = ReplaySource(bars, after, clock, where.seconds_per_bar)
-    return OpenedSession(session, source)
+    source = (
+        _followed(session, exchanges, after, clock, stop)
+        if bars is None
+        else ReplaySource(bars, after, clock, where.seconds_per_bar)
+    )
+    return OpenedSession(session, source, _terms(where, terms, session, about))
+
+
+def _terms(where: LiveSource, terms: LiveTerms | None, session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
+    if terms is None:
+        return {}
+    return {
+        "exchange": where.exchange,
+        "venue": where.venue or "the exchange itself",
+        "account": terms.credentials.fingerprint,
+        "budget": terms.budget,
+        "leverage": session.config.leverage,
+        "symbols": list(session.config.symbols),
+        "agent": about["agent"][:12],
+    }
+
+
+def _check_mode(mode: Mode, where: LiveSource, terms: LiveTerms | None) -> None:
+    if mode == "paper" and where.exchange is not None and where.venue is None:
+        raise ConfigError(
+            "--mode paper replays bars; leave out --exchange, or name a paper venue with --venue. An exchange is "
+            "followed with --mode shadow"
+        )
+    if where.venue is not None and where.exchange != EXCHANGE:
+        raise ConfigError(f"--venue stands for {EXCHANGE}; leave out --exchange")
+    if where.venue is not None:
+        PaperAddress.parse(where.venue)
+    if where.exchange is not None and where.data is not None:
+        raise ConfigError("--data replays bars and an exchange has its own; leave one of them out")
+    if mode == "live" and (where.exchange is None or terms is None):
+        raise ConfigError("--mode live needs --exchange and --budget")
+
+
+@dataclass(frozen=True)
+class _Began:
+    """What a session has had since its first start."""
+
+    lead_in: Bars
+    first_ms: int
+    name: str
+
+
+def _begin_or_go_on(
+    run: Path, mode: Mode, agent: Any, journal: Journal, exchanges: Sequence[Exchange], bars: Bars | None
+) -> _Began:
+    layout = RunLayout(run)
+    first = next((record for record in journal.records if record["kind"] == "start"), None)
+    if first is not None:
+        if first["agent"] != agent_digest(layout):
+            raise ConfigError(
+                f"{run}: its agent has changed since the session began. Restore it, or move {journal.path.parent} "
+                "away to begin a new session"
+            )
+        return _Began(read_lead_in(layout, mode, first), int(first["first"]), str(first["run"]))
+    lead_in = fetch_lead_in(exchanges, bars_needed(agent) + EXTRA_LEAD_IN) if bars is None else bars
+    first_ms = _first_bar(lead_in, agent, replayed=bars is not None)
+    name = f"{layout.path.resolve().name}:{mode}:{first_ms}:{secrets.token_hex(4)}"
+    lead_in = BarHistory(lead_in, first_ms).bars
+    _write_lead_in(layout.lead_in_path(mode), lead_in)
+    return _Began(lead_in, first_ms, name)
+
+
+def _clock(where: LiveSource, last_ms: int) -> Clock:
+    if where.venue is not None:
+        return PaperClock(PaperAddress.parse(where.venue))
+    return SimulatedClock(last_ms) if where.exchange is None else SystemClock()
+
+
+def _venue(
+    mode: Mode,
+    where: LiveSource,
+    terms: LiveTerms | None,
+    symbols: tuple[str, ...],
+    clock: Clock,
+    bars: Bars | None,
+    market: MarketConfig,
+    layout: RunLayout,
+    journal: Journal,
+) -> tuple[Venue | None, Stake]:
+    """Where a session's orders go, and the money that it trades with."""
+    if mode == "shadow":
+        return None, Stake(1.0)
+    if bars is not None:
+        panel = bars.panel()
+        tables = build_market(panel, market, dtype=torch.float64)
+        return PaperVenue(tables, panel, clock, store=layout.paper_books_path(mode)), Stake(market.capital)
+    assert where.exchange is not None
+    first = next((record for record in journal.records if record["kind"] == "start"), None)
+    keys = KEYS if terms is None else terms.credentials
+    window, settings = RECEIVE_WINDOW_MS, dict[str, Any]()
+    if where.venue is not None:
+        settings = PaperAddress.parse(where.venue).settings()
+        assert isinstance(clock, PaperClock)
+        window = clock.receive_window_ms
+    client = make_client(where.exchange, keys, settings)
+    since = clock.now() if first is None else int(first["time"])
+    venue = CcxtVenue(client, keys, symbols, clock, since_ms=since, receive_window_ms=window)
+    venue.check()
+    if terms is None:
+        return venue, Stake(market.capital)
+    budget = stake_of(terms, venue, first)
+    venue.reserve = budget.reserve
+    return venue, budget
+
+
+def _followed(
+    session: Session, exchanges: Sequence[Exchange], after: int, clock: Clock, stop: Callable[[], bool]
+) -> PollingSource:
+    """The bars of an exchange as they close; those of a paper venue end."""
+
+    def alarm(message: str) -> None:
+        session.ledger.record("alarm", guard="bars", message=message)
+
+    def has_ended() -> bool:
+        if not isinstance(clock, PaperClock):
+            return False
+        last = clock.last_bar_ms
+        return source.after_ms >= last or clock.now() > last + 4 * session.config.bar_ms
+
+    source = PollingSource(exchanges, after, clock, lambda: stop() or session.kill.is_tripped() or has_ended(), alarm)
+    if isinstance(clock, PaperClock):
+        # Where time moves only while the session waits, a long wait costs nothing.
+        source.nap_s, source.poll_s = (1e9, session.config.bar_ms / 10_000) if not clock.speed else (
+            clock.speed / 10, max(1.0, clock.speed / 20)
+        )  # fmt: skip
+    return source
 
 
 def guard_config(changes: Mapping[str, float], agent: Any) -> GuardConfig:
@@ -171,6 +291,16 @@ def guard_config(changes: Mapping[str, float], agent: Any) -> GuardConfig:
         base = replace(base, cvar_limit=calibration.limit, cvar_alpha=calibration.alpha)
     chosen: dict[str, Any] = dict(changes)
     return replace(base, **chosen)
+
+
+def check_time_of_orders(orders: OrderConfig, guards: GuardConfig, bar_ms: int) -> None:
+    """Orders that take longer than a bar is fresh would never be sent to their end."""
+    fresh_s = guards.bar_age * bar_ms / 1000
+    if orders.style in ("limit_then_market", "twap") and orders.spread_s >= fresh_s:
+        raise ConfigError(
+            f"--spread {orders.spread_s:g}: a bar is fresh for {fresh_s:g} s (guards.bar_age is {guards.bar_age:g}); "
+            "choose less"
+        )
 
 
 def agent_digest(layout: RunLayout) -> str:
@@ -226,20 +356,28 @@ def _exchanges(where: LiveSource, frequency_ms: int, of_run: Sequence[str]) -> l
     if where.exchange is None:
         return []
     symbols = where.symbols or tuple(of_run)
+    if where.venue is not None:
+        symbols = where.symbols or tuple(PaperAddress.parse(where.venue).status()["symbols"])
     if not symbols:
         raise ConfigError("--exchange needs --symbol: which market to follow, such as --symbol BTC/USDT:USDT")
     minutes = frequency_ms // 60_000
     timeframe = f"{minutes // 60}h" if minutes % 60 == 0 and minutes < 1440 else f"{minutes}m"
     timeframe = f"{minutes // 1440}d" if minutes % 1440 == 0 else timeframe
-    return [Exchange.open(where.exchange, symbol, timeframe, Retry(), {}, lambda _: None) for symbol in sorted(symbols)]
+    retry, settings = Retry(), dict[str, Any]()
+    if where.venue is not None:
+        # On localhost nothing is gained by waiting.
+        retry, settings = Retry(attempts=4, wait=0.05), PaperAddress.parse(where.venue).settings()
+    return [
+        Exchange.open(where.exchange, symbol, timeframe, retry, settings, lambda _: None) for symbol in sorted(symbols)
+    ]
 
 
-def _bars_to_replay(run: Path, where: LiveSource) -> Bars:
+def bars_to_replay(run: Path, where: LiveSource) -> Bars:
     bars = open_run(run).part("test") if where.data is None else load_bars(where.data)
     return bars.select(*where.symbols) if where.symbols else bars
 
 
-def _needed(agent: Any) -> int:
+def bars_needed(agent: Any) -> int:
     """Bars of history before all features are defined."""
     from tailguard.data.registry import find_features
 

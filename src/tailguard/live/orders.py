@@ -7,6 +7,9 @@ The rules that keep an order from being sent twice:
 - An unknown outcome is asked for, never sent again. Once both clocks, the venue's and ours, have passed the order's
   receive window, an order that the venue does not know never will be.
 - Only what the venue has refused is tried again, as the next attempt, while the decision is fresh.
+
+A style may divide an order into parts. Each part is an order by these rules; what a crash leaves of a division is not
+sent, and the next bar's order makes up for it.
 """
 
 from __future__ import annotations
@@ -15,13 +18,17 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_DOWN, ROUND_FLOOR, Decimal
+from itertools import pairwise
+from typing import Literal, get_args
 
+from tailguard.errors import ConfigError
 from tailguard.live.guards import Guards
 from tailguard.live.kill import KillSwitch
 from tailguard.live.session_state import Intent, Ledger
 from tailguard.live.venue import (
     Clock,
     Instrument,
+    OrderKind,
     OrderReport,
     OrderRequest,
     OutcomeUnknown,
@@ -36,10 +43,20 @@ PREFIX = "tg"
 """Client ids begin with it: it marks an order as ours."""
 
 
+Style = Literal["immediate", "market", "limit_then_market", "twap"]
+
+
 @dataclass(frozen=True)
 class OrderConfig:
-    """Patience with a venue."""
+    """How orders are sent, and the patience with a venue."""
 
+    style: Style = "immediate"
+    """immediate: at once, at most `guards.slippage` from the price. market: at once, at any price. limit_then_market:
+    rests at the price, and what is left after `spread_s` is sent at once. twap: slices over `spread_s`."""
+    spread_s: float = 60.0
+    """Time that the orders of a bar may take, seconds; several symbols share it."""
+    slices: int = 5
+    """Most slices of a twap; fewer where they would be below the venue's minima."""
     attempts: int = 3
     """Most attempts at an order that the venue refuses for the moment."""
     patience_s: float = 60.0
@@ -51,7 +68,10 @@ class OrderConfig:
 
     def __post_init__(self) -> None:
         check_count("orders.attempts", self.attempts)
-        for name in ("patience_s", "poll_s", "visible_s"):
+        check_count("orders.slices", self.slices)
+        if self.style not in get_args(Style):
+            raise ConfigError(f"orders.style {self.style!r}: there are {', '.join(get_args(Style))}")
+        for name in ("patience_s", "poll_s", "visible_s", "spread_s"):
             check_range(f"orders.{name}", getattr(self, name), low=0, low_open=True)
 
 
@@ -94,6 +114,43 @@ def limit_price(quantity: Decimal, price: float, slippage: float, tick: Decimal)
     return (worst / tick).to_integral_value(rounding) * tick
 
 
+def resting_price(quantity: Decimal, price: float, tick: Decimal) -> Decimal:
+    """The tick at the price, or the next one on the side that waits."""
+    rounding = ROUND_FLOOR if quantity > 0 else ROUND_CEILING
+    return (Decimal(repr(price)) / tick).to_integral_value(rounding) * tick
+
+
+def slices_of(quantity: Decimal, most: int, price: float, rules: Instrument) -> list[Decimal]:
+    """The order in at most so many slices of whole lots, none below the venue's minima, that differ by a lot."""
+    lots, size = int(abs(quantity) / rules.lot), abs(quantity)
+    count = min(most, lots)
+    while count > 1:
+        smallest = lots // count * rules.lot
+        if smallest >= rules.min_quantity and smallest * Decimal(repr(price)) >= rules.min_notional:
+            break
+        count -= 1
+    ends = [lots * place // count * rules.lot for place in range(count)] + [size] if count else [Decimal(0), size]
+    return [(after - before).copy_sign(quantity) for before, after in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An order that a decision asks for, before it is divided."""
+
+    bar_ms: int
+    symbol: str
+    quantity: Decimal
+    price: float
+    """The venue's price when it was sized."""
+    rules: Instrument
+    reduce_only: bool
+    is_fresh: Callable[[], bool]
+    flatten: bool = False
+    """It belongs to a kill, and is the only kind that is sent after one."""
+    seconds: float = 0.0
+    """Time that it may take."""
+
+
 class OrderDesk:
     """Sends orders and finds out what became of them."""
 
@@ -125,56 +182,112 @@ class OrderDesk:
         """Whether an order of the symbol has an unknown outcome."""
         return any(intent.symbol == symbol for intent in self.ledger.state.open_intents)
 
-    def send(
-        self,
-        bar_ms: int,
-        symbol: str,
-        quantity: Decimal,
-        price: float,
-        rules: Instrument,
-        *,
-        reduce_only: bool,
-        flatten: bool = False,
-        is_fresh: Callable[[], bool],
-    ) -> None:
-        """Send an order and wait for its outcome, within the desk's patience.
-
-        `flatten`: the order belongs to a kill, and is the only kind that is sent after one.
-        """
-        state = self.ledger.state
-        sent_before = [
-            intent
-            for intent in state.intents.values()
-            if (intent.bar, intent.symbol, intent.flatten) == (bar_ms, symbol, flatten)
-        ]
+    def send(self, wanted: Wanted) -> None:
+        """Send an order in the style that was chosen, and wait for its outcome within the desk's patience."""
         # After a restart nobody knows why an earlier attempt ended, so a bar's order is not tried again. Closing a
         # position for a kill goes on until it is closed.
-        if sent_before and not flatten:
+        if self._sent(wanted) and not wanted.flatten:
             return
-        for attempt in range(len(sent_before), len(sent_before) + self.config.attempts):
-            if self.has_unknown(symbol) or not is_fresh() or (self.kill.is_tripped() and not flatten):
+        style = "immediate" if wanted.flatten else self.config.style
+        if style == "limit_then_market":
+            filled = self._send_part(wanted, wanted.quantity, wanted.price, "resting")
+            self._send_rest(wanted, wanted.quantity - filled)
+        elif style == "twap":
+            self._send_slices(wanted)
+        else:
+            self._send_part(wanted, wanted.quantity, wanted.price, "market" if style == "market" else "immediate")
+
+    def _sent(self, wanted: Wanted) -> int:
+        """Orders that were sent for this decision."""
+        key = wanted.bar_ms, wanted.symbol, wanted.flatten
+        return sum((each.bar, each.symbol, each.flatten) == key for each in self.ledger.state.intents.values())
+
+    def _send_rest(self, wanted: Wanted, left: Decimal) -> None:
+        """Send at once what is left, at the price that the venue has now."""
+        price = self._price_now(wanted) if left else None
+        if price is None:
+            return
+        rules = wanted.rules
+        enough = wanted.reduce_only or abs(left) * Decimal(repr(price)) >= rules.min_notional
+        if enough and abs(left) >= rules.min_quantity:
+            self._send_part(wanted, left, price, "immediate")
+
+    def _send_slices(self, wanted: Wanted) -> None:
+        """Send slices at equal distances, each with what the ones before have left undone."""
+        slices = slices_of(wanted.quantity, self.config.slices, wanted.price, wanted.rules)
+        began, due = self.clock.now(), Decimal(0)
+        for place, part in enumerate(slices):
+            due += part
+            self._wait(wanted, began + round(1000 * wanted.seconds * place / len(slices)))
+            price = self._price_now(wanted) if place else wanted.price
+            if price is None:
                 return
-            name = client_id(self.run, bar_ms, symbol, attempt, flatten=flatten)
-            limit = limit_price(quantity, price, self.guards.config.slippage, rules.tick)
+            due -= self._send_part(wanted, due, price, "immediate")
+
+    def _price_now(self, wanted: Wanted) -> float | None:
+        """The venue's price; None where it is unknown, or so far from the order's that nothing more is sent."""
+        try:
+            price = self.venue.prices()[wanted.symbol]
+        except OutcomeUnknown as error:
+            self._error(error)
+            return None
+        breach = self.guards.price(wanted.symbol, wanted.price, price)
+        if breach is None:
+            return price
+        if breach.guard not in self.ledger.state.frozen:
+            self.ledger.record("freeze", guard=breach.guard, message=breach.message)
+        return None
+
+    def _may_send(self, wanted: Wanted) -> bool:
+        # A fill of an earlier part may have frozen increases.
+        is_frozen = bool(self.ledger.state.frozen) and not wanted.reduce_only
+        is_known = not self.has_unknown(wanted.symbol)
+        return is_known and not is_frozen and wanted.is_fresh() and self._may_wait(wanted)
+
+    def _may_wait(self, wanted: Wanted) -> bool:
+        return wanted.flatten or not self.kill.is_tripped()
+
+    def _wait(self, wanted: Wanted, until_ms: int) -> None:
+        """Wait in small steps, so that the kill switch is seen at once."""
+        while (left := until_ms - self.clock.now()) > 0 and self._may_wait(wanted):
+            self.clock.sleep(min(left / 1000, self.config.poll_s))
+
+    def _send_part(self, wanted: Wanted, quantity: Decimal, price: float, kind: OrderKind) -> Decimal:
+        """Send one order and wait for its outcome; returns what was filled."""
+        state, symbol, tick = self.ledger.state, wanted.symbol, wanted.rules.tick
+        for _ in range(self.config.attempts):
+            if not quantity or not self._may_send(wanted):
+                break
+            attempt = self._sent(wanted)
+            name = client_id(self.run, wanted.bar_ms, symbol, attempt, flatten=wanted.flatten)
+            slippage = self.guards.config.slippage
+            limit = (
+                resting_price(quantity, price, tick)
+                if kind == "resting"
+                else limit_price(quantity, price, slippage, tick)
+            )
             sent = self.clock.now() + self.clock_offset
             self.ledger.record(
                 "intent",
                 id=name,
-                bar=bar_ms,
+                bar=wanted.bar_ms,
                 symbol=symbol,
                 attempt=attempt,
                 quantity=str(quantity),
                 limit=str(limit),
                 price=price,
-                reduce_only=reduce_only,
-                flatten=flatten,
+                reduce_only=wanted.reduce_only,
+                flatten=wanted.flatten,
                 sent=sent,
+                type=kind,
             )
-            request = OrderRequest(name, symbol, quantity, limit, reduce_only, sent)
-            if not self._attempt(state.intents[name], request):
-                return
+            request = OrderRequest(name, symbol, quantity, limit, wanted.reduce_only, sent, kind)
+            intent = state.intents[name]
+            if not self._attempt(intent, request, wanted):
+                return intent.filled
+        return Decimal(0)
 
-    def _attempt(self, intent: Intent, request: OrderRequest) -> bool:
+    def _attempt(self, intent: Intent, request: OrderRequest, wanted: Wanted) -> bool:
         """Send once; returns whether the venue refused it in a way that may pass."""
         # The last moment: the intent is on disk, and from here on the order may be on its way.
         if self.kill.is_tripped() and not intent.flatten:
@@ -203,9 +316,24 @@ class OrderDesk:
             return False
         self.crash_point("after place")
         self.report(intent, report)
+        if intent.is_open and request.kind == "resting":
+            self._rest(intent, wanted)
         if intent.is_open:
             self.settle(intent)
         return False
+
+    def _rest(self, intent: Intent, wanted: Wanted) -> None:
+        """Leave an order open for its time, unless the kill switch is tripped or its bar grows old."""
+        until = self.clock.now() + round(1000 * wanted.seconds)
+        while intent.is_open and self.clock.now() < until and self._may_wait(wanted) and wanted.is_fresh():
+            self.clock.sleep(min(self.config.poll_s, (until - self.clock.now()) / 1000))
+            try:
+                report = self.venue.find(intent.client_id, intent.symbol)
+            except (OutcomeUnknown, Refused) as error:
+                self._error(error)
+                continue
+            if report is not None:
+                self.report(intent, report)
 
     def settle(self, intent: Intent) -> None:
         """Ask for the outcome of an order until it is known or the patience ends."""
@@ -219,7 +347,7 @@ class OrderDesk:
                 if report is not None:
                     self.report(intent, report)
                     if report.open:
-                        # Its kind expires at once. One that stays open is withdrawn, and asked for again.
+                        # Its time is over. It is withdrawn, and asked for again.
                         self.venue.cancel(intent.client_id, intent.symbol)
                 elif has_passed:
                     self._close(intent, "lost: the venue never took it")

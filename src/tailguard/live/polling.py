@@ -32,18 +32,23 @@ class PollingSource:
     stop: Callable[[], bool]
     alarm: Callable[[str], None]
     poll_s: float = 1.0
+    """Pause between two questions for a bar that has closed."""
+    nap_s: float = 1.0
+    """Longest wait at once before it closes, so that a stop and the kill switch are seen at once."""
 
     def next_bar(self) -> LiveBar | None:
         """Wait for the next closed bar; None once a stop is asked for."""
         step = self.exchanges[0].step
         wanted = self.after_ms + step
         while not self.stop():
-            if self.clock.now() >= wanted + step + 1_000 * SETTLE_S:
-                bar = self._asked(wanted)
-                if bar is not None:
-                    self.after_ms = bar.time_ms
-                    return bar
-            # In small steps, so that a stop and the kill switch are seen at once.
+            wait_s = (wanted + step - self.clock.now()) / 1_000 + SETTLE_S
+            if wait_s > 0:
+                self.clock.sleep(min(wait_s, self.nap_s))
+                continue
+            bar = self._asked(wanted)
+            if bar is not None:
+                self.after_ms = bar.time_ms
+                return bar
             self.clock.sleep(self.poll_s)
         return None
 

@@ -5,19 +5,21 @@ Without a venue the session is a shadow: the account is simulated, and nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tailguard.errors import TailguardError
+from tailguard.errors import ConfigError, TailguardError
 from tailguard.live.bar_history import BarSource, LiveBar
 from tailguard.live.decide import AccountAtClose, BarDecider
 from tailguard.live.guards import Breach, GuardConfig, Guards
 from tailguard.live.journal import Journal, nowhere
 from tailguard.live.kill import KillSwitch
-from tailguard.live.orders import OrderConfig, OrderDesk, size_order
+from tailguard.live.orders import OrderConfig, OrderDesk, Wanted, size_order
 from tailguard.live.reconcile import plain, reconcile
 from tailguard.live.session_state import Ledger
+from tailguard.live.stake import describe
 from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
 
 FLATTEN_ROUNDS = 20
@@ -56,6 +58,8 @@ class SessionConfig:
     """Bars of a window of the budget: the agent's episode length."""
     guards: GuardConfig
     orders: OrderConfig
+    ceiling: float = math.inf
+    """Largest equity that positions are sized by, in the quote currency."""
 
 
 class Session:
@@ -87,6 +91,8 @@ class Session:
         )
         self.account = VenueAccount(config.capital, {})
         """The venue's, as last seen."""
+        self.is_confirmed = config.mode != "live"
+        """Whether a person has agreed to what this session will do."""
         if self.ledger.state.started is None:
             self.ledger.record(
                 "start",
@@ -102,8 +108,23 @@ class Session:
 
     # --- start and end ------------------------------------------------------------------------------------------------
 
+    def confirm(self, terms: Mapping[str, Any], person: str | None) -> None:
+        """A person agrees to these terms. None: nobody is there, and the terms must be those that a person has
+        agreed to before."""
+        if person is not None:
+            self.ledger.record("confirm", by=person, terms=dict(terms))
+        confirmed = self.ledger.state.confirmed
+        if confirmed is None or confirmed["terms"] != terms:
+            raise ConfigError(
+                f"{self.config.run}: nobody has confirmed these terms: {describe(terms)}. Start the same command once "
+                "in a terminal, without --service, and type the confirmation"
+            )
+        self.is_confirmed = True
+
     def start(self) -> None:
         """Bring bars, memory and books back to where the journal ends; raises `Killed` if trading has ended."""
+        if not self.is_confirmed:
+            raise ConfigError(f"{self.config.run}: live trading needs a confirmation, by Session.confirm")
         state = self.ledger.state
         if state.bars:
             self.decider.read(*state.bars)
@@ -257,6 +278,7 @@ class Session:
             return
         state, rules = self.ledger.state, self.venue.instruments()
         equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
+        equity = min(equity, self.config.ceiling)
         for symbol in self.config.symbols:
             close = float(bar.values[symbol]["close"] or 0)
             breach = self.guards.price(symbol, close, prices[symbol])
@@ -278,13 +300,16 @@ class Session:
             # A fill of this very bar may have frozen increases.
             if quantity and not (increases and state.frozen):
                 self.desk.send(
-                    bar.time_ms,
-                    symbol,
-                    quantity,
-                    prices[symbol],
-                    rules[symbol],
-                    reduce_only=not increases,
-                    is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
+                    Wanted(
+                        bar.time_ms,
+                        symbol,
+                        quantity,
+                        prices[symbol],
+                        rules[symbol],
+                        reduce_only=not increases,
+                        is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
+                        seconds=self.config.orders.spread_s / sum(bool(each) for _, _, each in sized),
+                    )
                 )
 
     def _flatten(self) -> None:
@@ -310,14 +335,16 @@ class Session:
                 quantity = size_order(0.0, 1.0, size, prices[symbol], rules[symbol], reduce_only=True)
                 if quantity:
                     self.desk.send(
-                        bar_ms,
-                        symbol,
-                        quantity,
-                        prices[symbol],
-                        rules[symbol],
-                        reduce_only=True,
-                        flatten=True,
-                        is_fresh=lambda: True,
+                        Wanted(
+                            bar_ms,
+                            symbol,
+                            quantity,
+                            prices[symbol],
+                            rules[symbol],
+                            reduce_only=True,
+                            is_fresh=lambda: True,
+                            flatten=True,
+                        )
                     )
 
     def _freeze(self, breach: Breach) -> None:

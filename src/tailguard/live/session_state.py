@@ -54,6 +54,8 @@ class LiveState:
 
     started: Record | None = None
     bars: list[LiveBar] = field(default_factory=list)
+    confirmed: Record | None = None
+    """The last terms of live trading that a person has agreed to."""
     decisions: list[Record] = field(default_factory=list)
     """Those since the agent's window began: a replay of them restores the policy's memory."""
     last_decision: Record | None = None
@@ -107,6 +109,9 @@ class LiveState:
 
     def _on_stop(self, _: Record) -> None:
         self.ended = True
+
+    def _on_confirm(self, record: Record) -> None:
+        self.confirmed = record
 
     def _on_bar(self, record: Record) -> None:
         self.bars.append(LiveBar.from_dict(record))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 class VenueError(Exception):
@@ -19,6 +19,10 @@ class VenueError(Exception):
 
 class OutcomeUnknown(VenueError):
     """No answer, or none that says anything: the venue may or may not have acted."""
+
+
+class ServerFailed(OutcomeUnknown):
+    """The venue answered with an error of its own, and may have acted before it."""
 
 
 class Refused(VenueError):
@@ -51,9 +55,14 @@ class Instrument:
     """Smallest quantity times price, in the quote currency."""
 
 
+OrderKind = Literal["immediate", "market", "resting"]
+"""immediate: filled at once up to its limit price, what is left expires. market: filled at once at any price.
+resting: what is not filled at once stays open at its limit price until it is cancelled."""
+
+
 @dataclass(frozen=True)
 class OrderRequest:
-    """An order that is filled at once up to its limit price; what is left expires."""
+    """An order, as it is sent."""
 
     client_id: str
     symbol: str
@@ -63,6 +72,7 @@ class OrderRequest:
     reduce_only: bool
     sent_ms: int
     """Our estimate of the venue's clock; the venue refuses a request that arrives `receive_window_ms` after it."""
+    kind: OrderKind = "immediate"
 
 
 @dataclass(frozen=True)
