@@ -9,6 +9,10 @@ growth there and on the test part, which had no part in any choice. A seed and s
 trained again, and one that was interrupted goes on after its last round.
 
     python benchmarks/population.py --throughput 2              Ray against the ideal of two cores, about 3 minutes
+    python benchmarks/population.py --noisy                     strategies on noisy quadratics, about a minute
+
+The noisy quadratics have a steep and a flat direction. A low rate pays at once, because it lowers the noise along the
+steep one; a high rate pays in the end, because only it makes way along the flat one.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tailguard.config import RunConfig, load_config
 from tailguard.experiment.build import build
+from tailguard.population.ask_tell import PBT
 from tailguard.population.evolution import evolve
 from tailguard.population.executor import Executor, Job
 from tailguard.population.executors import ExecutorOptions, make_executor
@@ -111,6 +118,56 @@ def show(lines: Sequence[dict[str, float]]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Quadratic:
+    """(x² + flat·y²)/2 with gradients whose noise has this deviation, from (1, far)."""
+
+    flat: float
+    far: float
+    noise: float
+    steps: int
+    """Of gradient descent in a round."""
+
+    def descend(self, state: tuple[float, float], rate: float, random: np.random.Generator) -> tuple[float, float]:
+        x, y = state
+        for first, second in self.noise * random.normal(size=(self.steps, 2)):
+            x -= rate * (x + first)
+            y -= rate * (self.flat * y + self.flat**0.5 * second)
+        return x, y
+
+    def loss(self, state: tuple[float, float]) -> float:
+        return (state[0] ** 2 + self.flat * state[1] ** 2) / 2
+
+
+QUADRATICS = (
+    Quadratic(0.002, 30.0, 1.0, 20),
+    Quadratic(0.001, 60.0, 2.0, 20),
+    Quadratic(0.0005, 100.0, 1.0, 50),
+)
+
+
+def lowest_loss(case: Quadratic, strategy: Strategy, seed: int) -> float:
+    """Of sixteen members, after 64 rounds."""
+    chosen = PopulationSettings(members=16, rounds=64, strategy=strategy, seed=seed, explore="perturb")
+    pbt, random = PBT(SearchSpace.parse({"rate": {"log": [1e-3, 1.0]}}), chosen), np.random.default_rng(seed)
+    states = held = dict.fromkeys(range(16), (1.0, case.far))
+    number = 0
+    while (trial := pbt.ask()) is not None:
+        if trial.round != number:
+            held, number = dict(states), trial.round
+        states[trial.member] = case.descend(held[trial.parent], float(trial.hyper["rate"]), random)
+        pbt.tell(trial, -case.loss(states[trial.member]))
+    return -pbt.best[0].score
+
+
+def show_noisy(seeds: int) -> None:
+    """Lowest loss by strategy: the median over the seeds."""
+    for case in QUADRATICS:
+        losses = {each: [lowest_loss(case, each, seed) for seed in range(seeds)] for each in STRATEGIES}
+        words = ", ".join(f"{each} {statistics.median(found):.3f}" for each, found in losses.items())
+        print(f"flat {case.flat}, noise {case.noise}, {case.steps} steps a round: {words}", flush=True)
+
+
 def throughput(workers: int, rounds: int = 3) -> None:
     """Seconds of a round of `2 · workers` members: by one process alone, and by workers of Ray at once."""
     config = settings(0, steps=rounds * 20_480)
@@ -146,9 +203,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
     parser.add_argument("--throughput", type=int, metavar="WORKERS")
+    parser.add_argument("--noisy", action="store_true")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+    if given.noisy:
+        show_noisy(given.seeds)
+        return
     if given.throughput:
         throughput(given.throughput)
         return
