@@ -12,7 +12,7 @@ from tailguard.audit.auditor import AuditResult, all_checks
 from .conftest import load_faults
 
 FAULTS = load_faults()
-SLOW = {"C7", "P1", "P3", "P9"}
+SLOW = {"B1", "B2", "B3", "B4", "B5", "C7", "P1", "P3", "P9"}
 """Checks whose measurement takes seconds."""
 
 
