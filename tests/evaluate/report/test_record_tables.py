@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,7 +13,16 @@ import pytest
 from tailguard.errors import ConfigError
 from tailguard.evaluate import metrics
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.report.record_tables import csv_text, drawdown_rows, duration, moment, month_rows, write_tables
+from tailguard.evaluate.report.record_tables import (
+    csv_text,
+    drawdown_rows,
+    duration,
+    groups_of,
+    moment,
+    month_rows,
+    write_tables,
+)
+from tailguard.evaluate.report.sections import report_page
 
 
 def test_the_files_hold_the_record(evidence: ReportData, tmp_path: Path) -> None:
@@ -59,6 +69,31 @@ def test_rows_to_read(evidence: ReportData) -> None:
     assert moment(1_612_134_000_000) == "2021-01-31 23:00"
     spans = [timedelta(minutes=45), timedelta(hours=7), timedelta(days=3)]
     assert [duration(span) for span in spans] == ["45 min", "7.0 h", "3.0 d"]
+
+
+def test_exposures_by_group_are_sums_over_their_assets(evidence: ReportData, tmp_path: Path) -> None:
+    """Three assets, two of them in a group: worked out by hand; the page and the files have them."""
+    weights = np.array([[0.0, 0.0, 0.0], [0.2, -0.1, 0.3], [0.4, -0.3, 0.0], [0.0, 0.0, -0.4]])
+    own = replace(evidence.agent, weights=weights, symbols=("A", "B", "C"))
+    first = replace(evidence.trades[0], symbol="A", pnl=0.02)
+    trades = (first, replace(first, symbol="B", pnl=-0.005), replace(first, symbol="C"))
+    groups = {"pair": ("A", "B"), "gone": ("X",)}
+    pair, others = groups_of(own, trades, groups)
+    assert (pair.name, pair.assets, others.name, others.assets) == ("pair", 2, "others", 1)
+    np.testing.assert_allclose(
+        (pair.net, pair.gross, pair.largest, pair.held, pair.earned), (0.05, 0.25, 0.7, 0.5, 0.015), rtol=1e-12
+    )
+    np.testing.assert_allclose((others.net, others.gross, others.held, others.earned), (-0.025, 0.175, 0.5, 0.02))
+    symbol = evidence.agent.symbols[0]
+    data = replace(evidence, groups={"all <of> them": (symbol,)})
+    write_tables(data, tmp_path / "data")
+    found = pl.read_csv(tmp_path / "data" / "groups.csv").row(0, named=True)
+    assert found["group"] == "all <of> them"
+    assert found["mean_absolute_weight"] == pytest.approx(np.abs(evidence.agent.weights).mean(), rel=1e-12)
+    page = report_page(data).html("a run")
+    assert "exposure by group" in page
+    assert "all &lt;of&gt; them" in page
+    assert "exposure by group" not in report_page(evidence).html("a run")
 
 
 def test_text_in_a_csv_file_is_quoted() -> None:

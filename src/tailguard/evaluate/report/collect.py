@@ -87,6 +87,8 @@ class ReportData:
     """Closes of the traded bars, [T, A]."""
     trades: tuple[Trade, ...]
     """The agent's round trips in the order of entry."""
+    groups: Mapping[str, tuple[str, ...]]
+    """Groups of assets, as the settings name them."""
     synthetic: bool
     training: tuple[Mapping[str, float], ...]
     """Metrics of every iteration."""
@@ -186,6 +188,7 @@ def collect(
         capital=run.config.market.capital,
         prices=prices_of(own, panel),
         trades=tuple(round_trips(own, panel)),
+        groups=run.config.env.constraints.groups,
         synthetic=run.synthetic is not None,
         training=training[0],
         alarms=alarms_in(*training),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -137,6 +138,60 @@ def exposures_of(result: BacktestResult, trades: Sequence[Trade]) -> list[tuple[
     ]
 
 
+@dataclass(frozen=True)
+class GroupExposure:
+    """What a group of assets holds and earns. Weights are shares of equity at the closes."""
+
+    name: str
+    assets: int
+    net: float
+    """Mean sum of its weights."""
+    gross: float
+    """Mean sum of its absolute weights."""
+    largest: float
+    """Largest sum of its absolute weights."""
+    held: float
+    """Share of bars at which it holds anything."""
+    earned: float
+    """Net P&L in starting capitals."""
+
+
+def groups_of(
+    result: BacktestResult, trades: Sequence[Trade], groups: Mapping[str, Sequence[str]]
+) -> list[GroupExposure]:
+    """Exposure by group, and of the assets in none as `others`; symbols that are not in the result are left out."""
+    grouped = {symbol for members in groups.values() for symbol in members}
+    all_groups = {**groups, "others": [symbol for symbol in result.symbols if symbol not in grouped]}
+    earned = {symbol: pnl for symbol, *_, pnl in exposures_of(result, trades)}
+    found = []
+    for name, members in all_groups.items():
+        columns = [number for number, symbol in enumerate(result.symbols) if symbol in members]
+        if columns:
+            weights = result.weights[:, columns]
+            gross = np.abs(weights).sum(1)
+            found.append(
+                GroupExposure(
+                    name=name,
+                    assets=len(columns),
+                    net=float(weights.sum(1).mean()),
+                    gross=float(gross.mean()),
+                    largest=float(gross.max()),
+                    held=float((gross > FLAT).mean()),
+                    earned=sum(earned[result.symbols[column]] for column in columns),
+                )
+            )
+    return found
+
+
+def groups_csv(data: ReportData) -> str:
+    """Exposures by group, a group a row."""
+    headings = (
+        *("group", "assets", "mean_weight", "mean_absolute_weight", "largest_absolute_weight"),
+        *("time_held", "net_pnl"),
+    )
+    return csv_text(headings, [astuple(each) for each in groups_of(data.agent, data.trades, data.groups)])
+
+
 def exposures_csv(result: BacktestResult, trades: Sequence[Trade]) -> str:
     """Exposures by asset, an asset a row."""
     headings = ("symbol", "mean_weight", "mean_absolute_weight", "time_held", "net_pnl")
@@ -144,7 +199,8 @@ def exposures_csv(result: BacktestResult, trades: Sequence[Trade]) -> str:
 
 
 def write_tables(data: ReportData, folder: Path, suffix: Literal["csv", "parquet"] = "csv") -> None:
-    """The agent's bars, trades, months, drawdowns and exposures by asset, each a file in a folder.
+    """The agent's bars, trades, months, drawdowns and exposures by asset, each a file in a folder; where the settings
+    name groups, exposures by group too.
 
     The folder is created if needed.
     """
@@ -155,6 +211,7 @@ def write_tables(data: ReportData, folder: Path, suffix: Literal["csv", "parquet
         "months": months_csv(own),
         "drawdowns": drawdowns_csv(own),
         "exposures": exposures_csv(own, data.trades),
+        **({"groups": groups_csv(data)} if data.groups else {}),
     }
     try:
         folder.mkdir(exist_ok=True)

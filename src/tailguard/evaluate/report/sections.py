@@ -326,7 +326,24 @@ def _behaviour(page: Page, data: ReportData) -> None:
             ],
             caption="Weights are shares of equity at the closes, P&L is a share of the starting capital.",
         )
+    if data.groups:
+        _groups(page, data)
     _trades(page, data)
+
+
+def _groups(page: Page, data: ReportData) -> None:
+    """What groups of assets held and earned."""
+    page.table(
+        ("exposure by group", "assets", "mean weight", "mean gross", "largest gross", "time held", "net P&L"),
+        [
+            (
+                *(each.name, f"{each.assets:,}", percent(each.net), percent(each.gross, sign=False)),
+                *(percent(each.largest, sign=False), percent(each.held, sign=False), percent(each.earned)),
+            )
+            for each in record_tables.groups_of(data.agent, data.trades, data.groups)
+        ],
+        caption="Sums of weights at the closes; prices move them between two decisions, at which caps hold.",
+    )
 
 
 def _trades(page: Page, data: ReportData) -> None:
