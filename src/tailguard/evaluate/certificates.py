@@ -24,7 +24,7 @@ CERTIFIED = (0.01, 0.05)
 class Certificate:
     """Bounds on the change of a single decision by an error of the features, over many decisions.
 
-    Changes are of the action: shares of the allowed leverage, before volatility scaling and throttle reduce them.
+    Changes are of the action: shares of the allowed leverage, before volatility scaling, limits and throttle.
     """
 
     epsilon: float
