@@ -18,8 +18,9 @@ import pytest
 import tailguard as tg
 from tailguard.live.books import BookStore
 from tailguard.live.chaos import Chaos, CrashingVenue, Outcome
-from tailguard.live.journal import Journal, read_records
+from tailguard.live.journal import Journal, _digest, read_records
 from tailguard.live.kill import KillSwitch
+from tailguard.live.killed_chaos import KilledChaos
 from tailguard.live.orders import OrderDesk
 from tailguard.live.paper import PaperVenue
 from tailguard.live.session_state import Intent
@@ -31,6 +32,11 @@ from tailguard.market import MarketConfig
 @pytest.fixture(scope="module")
 def replayed() -> ReplayedMarket:
     return ReplayedMarket.of(tg.make_market(40, assets=2, seed=3).bars, MarketConfig(), 10)
+
+
+@pytest.fixture(scope="module")
+def short() -> ReplayedMarket:
+    return ReplayedMarket.of(tg.make_market(30, assets=2, seed=3).bars, MarketConfig(), 10)
 
 
 def schedules(replayed: ReplayedMarket, folder: Path, seeds: range) -> list[Outcome]:
@@ -49,6 +55,46 @@ def test_no_schedule_doubles_an_order_loses_a_position_or_sends_after_a_kill(rep
     assert total["accepted orders"] > 300
     assert sum(outcome.crashes for outcome in outcomes) > 50
     assert sum(outcome.kills for outcome in outcomes) > 5
+
+
+def killed_schedules(replayed: ReplayedMarket, folder: Path, seeds: range) -> list[Outcome]:
+    outcomes = []
+    for seed in seeds:
+        place = folder / str(seed)
+        place.mkdir(parents=True)
+        outcomes.append(KilledChaos(seed, replayed, place).run())
+    return outcomes
+
+
+def test_a_process_that_the_system_kills_at_any_moment_trades_as_one(short, tmp_path: Path) -> None:
+    """The session in a process of its own, killed by SIGKILL; the venue and its faults live on."""
+    outcomes = killed_schedules(short, tmp_path, range(4))
+    assert [outcome.wrong for outcome in outcomes] == [[]] * 4
+    assert sum(outcome.crashes for outcome in outcomes) > 20
+    assert sum(outcome.kills for outcome in outcomes) > 0
+    assert sum((outcome.counts for outcome in outcomes), Counter())["accepted orders"] > 100
+
+
+def test_an_intent_that_only_the_process_remembers_is_found(short, tmp_path: Path, monkeypatch) -> None:
+    """Intents wait in the process's own buffer for the next line: exceptions do not lose them, a kill does."""
+
+    def buffered(self: Journal, kind: str, time_ms: int, **content):
+        record = {"kind": kind, "time": time_ms, **content, "previous": self.head}
+        record["hash"] = self.head = _digest(record)
+        self._file.write(json.dumps(record).encode() + b"\n")
+        if kind != "intent":
+            self._file.flush()
+        self.crash_point("after append")
+        return record
+
+    monkeypatch.setattr(Journal, "append", buffered)
+    assert not [outcome.wrong for outcome in schedules(short, tmp_path / "exceptions", range(2)) if outcome.wrong]
+
+    def under_kills() -> list[list[str]]:
+        return [outcome.wrong for outcome in killed_schedules(short, tmp_path / "processes", range(4))]
+
+    with pytest.raises((KeyError, AssertionError)):  # the books meet an order that they have no intent of
+        assert under_kills() == [[]] * 4
 
 
 @pytest.mark.slow

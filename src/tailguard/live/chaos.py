@@ -138,9 +138,7 @@ class Chaos:
         venue: Any = CrashingVenue(self)
         for _ in range(MOST_RESTARTS):
             try:
-                session = self.world.session(venue)
-                session.start()
-                self._trade(session)
+                self.trade_as_a_process(venue)
                 break
             except Crash:
                 # Somebody notices and starts it again, at once or after hours.
@@ -155,6 +153,15 @@ class Chaos:
         self._check()
         return self.outcome
 
+    def trade_as_a_process(self, venue: Any) -> None:
+        """From the journal to the last bar, or to a crash."""
+        session = self.world.session(venue)
+        session.start()
+        self._trade(session)
+
+    def release_as_a_process(self, venue: Any) -> None:
+        self.world.session(venue).release("chaos")
+
     def _trade(self, session: Session) -> None:
         world = self.world
         bars = session.ledger.state.bars
@@ -162,11 +169,11 @@ class Chaos:
         while (bar := world.replayed.after(after)) is not None:
             world.clock.wait_until(bar.close_ms(world.panel.frequency_ms))
             after = bar.time_ms
-            self._strangers()
-            for given in self._given(bar):
+            self.strangers_trade()
+            for given in self.given(bar):
                 session.on_bar(given)
 
-    def _given(self, bar: LiveBar) -> list[LiveBar]:
+    def given(self, bar: LiveBar) -> list[LiveBar]:
         """The bar as the source gives it: missing, late, twice, or as it is."""
         if self.draw.random() >= self.bar_fault_rate:
             return [bar]
@@ -178,7 +185,7 @@ class Chaos:
             return [bar]
         return [bar, bar]
 
-    def _strangers(self) -> None:
+    def strangers_trade(self) -> None:
         """Somebody else trades in the account, or the venue liquidates it."""
         venue = self.world.venue
         if self.draw.random() < self.stranger_rate:
@@ -192,10 +199,10 @@ class Chaos:
         """After a kill a person looks and goes on; a crash may come in between."""
         self.clock_sleep(float(self.draw.uniform(1, 7_200)))
         try:
-            session = self.world.session(venue)
-            session.release("chaos")
+            self.release_as_a_process(venue)
         except Crash:
-            return
+            if self.world.kill.is_tripped():
+                return
         if self.tripped and self.tripped[-1][1] is None:
             self.tripped[-1] = (self.tripped[-1][0], len(self.world.venue.sends))
 
