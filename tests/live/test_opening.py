@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -246,6 +247,17 @@ def test_the_page_of_a_process_shows_its_session_until_it_ends(run: Path) -> Non
     assert view["positions"][0]["target"] == decided[view["closed_ms"] - 3_600_000]["target"][0]
     assert view["state"] == "trading"
     assert f"{run} --mode shadow --release" in view["command"]
+
+
+def test_alerts_of_a_run_reach_a_command(run: Path, cli: Cli, tmp_path: Path) -> None:
+    out = tmp_path / "told.jsonl"
+    program = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read() + chr(10))"
+    command = shlex.join([sys.executable, "-c", program])
+    cli("live", run, "--mode", "paper", "--guard", "order_notional=1e-6", "--alert-command", command)
+    told = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["kind"] for each in told] == ["watching", "freeze", "stop"]
+    assert told[1]["guard"] == "order_notional"
+    cli("live", run, "--alert-webhook", "NO_SUCH_VARIABLE", fails="the environment has no such variable")
 
 
 def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:

@@ -68,6 +68,13 @@ def live(
         int | None,
         typer.Option(help="Show the session on this port of 127.0.0.1, too, read-only; 0 takes a free port."),
     ] = None,
+    alert_webhook: Annotated[
+        str | None,
+        typer.Option(metavar="VARIABLE", help="Environment variable with the address that gets every alarm as JSON."),
+    ] = None,
+    alert_command: Annotated[
+        str | None, typer.Option(help="Program that gets every alarm as JSON on its standard input.")
+    ] = None,
     release: Annotated[
         bool, typer.Option("--release", help="Go on after a kill or a freeze. Look at the account first.")
     ] = False,
@@ -79,6 +86,7 @@ def live(
     """Let a run's agent decide bar by bar: in shadow, on paper, or with real money."""
     from rich.console import Console
 
+    from tailguard.live.alerts import AlertConfig, alerting
     from tailguard.live.display import WatchedSource, shown
     from tailguard.live.opening import LiveSource, open_session, verify_session
     from tailguard.live.orders import OrderConfig
@@ -95,6 +103,7 @@ def live(
     source = LiveSource(data, exchange, tuple(symbol or ()), seconds, venue)
     terms = read_terms(mode, source, budget, service)
     limits = named_numbers("--guard", guard or [], "drawdown=0.1")
+    alerts = AlertConfig.of(alert_webhook, alert_command)
     with hidden(terms), _server(page) as server:
         opened = open_session(
             run,
@@ -111,16 +120,21 @@ def live(
             confirm(opened, console, service=service)
             if server is not None:
                 say(console, f"page      {server.url}")
-            with shown(session, command, console, server) as display:
+            with shown(session, command, console, server) as display, alerting(alerts, session) as alerter:
+
+                def beat() -> None:
+                    display.refresh()
+                    alerter.report(session.ledger)
+
                 # A source that waits asks again and again whether to stop: the age of the last bar stays true.
-                stopping.beat = display.refresh
+                stopping.beat = beat
                 if release:
                     session.release(getpass.getuser())
                     say(console, "released  guards and kill switch are reset")
                 with _signals(stopping, session.kill):
                     try:
                         session.start()
-                        session.run(WatchedSource(opened.source, display), stop=stopping.is_asked)
+                        session.run(WatchedSource(opened.source, beat), stop=stopping.is_asked)
                     except Killed as error:
                         raise RunError(f"{run}: {error}") from None
         say(console, line(session))

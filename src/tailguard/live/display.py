@@ -70,11 +70,11 @@ def shown(session: Session, command: str, console: Console, page: PageServer | N
 
 @dataclass
 class WatchedSource:
-    """A source of bars that draws the session before it waits for the next bar."""
+    """A source of bars that calls `beat` before it waits for the next bar."""
 
     source: BarSource
-    display: Display
+    beat: Callable[[], None]
 
     def next_bar(self) -> LiveBar | None:
-        self.display.refresh()
+        self.beat()
         return self.source.next_bar()
