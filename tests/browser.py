@@ -63,15 +63,18 @@ class Browser:
 
     def open(self, page: Path | str, seconds: float = 60, *, drawn: str = "charts") -> None:
         """Load a file or an address and wait until the page says that it is drawn, by this entry of its data."""
-        if self.dark:
-            feature = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
-            self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": feature})
-        address = page if isinstance(page, str) else page.resolve().as_uri()
-        self._call("POST", "/url", {"url": address})
+        self.show(page)
         end = time.monotonic() + seconds
         while self.run(f"return document.documentElement.dataset.{drawn}") is None:
             assert time.monotonic() < end, f"the page was not drawn in {seconds} s: {self.log('browser')}"
             time.sleep(0.1)
+
+    def show(self, page: Path | str) -> None:
+        """Load a file or an address that needs no script."""
+        if self.dark:
+            feature = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+            self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": feature})
+        self._call("POST", "/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
 
     def run(self, script: str) -> Any:
         return self._call("POST", "/execute/sync", {"script": script, "args": []})

@@ -81,12 +81,16 @@ def live(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the journal and replay its decisions, instead of trading.")
     ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Write the reports of the days that have ended, instead of trading.")
+    ] = False,
     trust_plugins: TrustPlugins = False,
 ) -> None:
     """Let a run's agent decide bar by bar: in shadow, on paper, or with real money."""
     from rich.console import Console
 
     from tailguard.live.alerts import AlertConfig, alerting
+    from tailguard.live.daily_report import write_daily_reports
     from tailguard.live.display import WatchedSource, shown
     from tailguard.live.opening import LiveSource, open_session, verify_session
     from tailguard.live.orders import OrderConfig
@@ -98,6 +102,10 @@ def live(
         count, head = verify_session(run, mode, trust_plugins=trust_plugins)
         say(console, f"verified  {count:,} decisions, replayed bit for bit")
         say(console, f"head      {head}")
+        return
+    if report:
+        for path in write_daily_reports(run, mode, trust_plugins=trust_plugins):
+            say(console, f"report    {path}")
         return
     stopping = _Stopping()
     source = LiveSource(data, exchange, tuple(symbol or ()), seconds, venue)

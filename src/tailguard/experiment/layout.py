@@ -15,6 +15,7 @@ runs/
     live/KILL                  the kill switch: nothing is sent while it is there
     live/exchange.sqlite       the account at a paper venue of tailguard venue
     live/<mode>/               journal, lead-in of the bars and paper account of a session
+    live/<mode>/daily/<day>.*  its reports of a UTC day: .html .md .json
   <name>/                      a walk forward
     walk_forward.json settings.yaml walk_forward.html
     fold_<n>/seed_<s>/         a run's metrics, checkpoints and agent
@@ -58,6 +59,7 @@ JOURNAL = "journal.jsonl"
 LEAD_IN = "lead_in.parquet"
 PAPER_BOOKS = "venue.sqlite"
 EXCHANGE_BOOKS = "exchange.sqlite"
+DAILY = "daily"
 
 PLAN = "walk_forward.json"
 """Settings and folds of a walk forward; it distinguishes the folder from that of a single run."""
@@ -161,6 +163,10 @@ class RunLayout:
     def lead_in_path(self, mode: str) -> Path:
         """Bars before the first one of the session."""
         return self.path / LIVE / mode / LEAD_IN
+
+    def daily_path(self, mode: str, day: str) -> Path:
+        """The reports of a UTC day, such as 2024-01-05, without their suffix."""
+        return self.path / LIVE / mode / DAILY / day
 
     def paper_books_path(self, mode: str) -> Path:
         """The account at the paper venue."""

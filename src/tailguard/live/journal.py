@@ -91,11 +91,16 @@ class Journal:
         self.close()
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Every line in order; raises `JournalError` at the first that breaks the chain."""
+def read_records(path: Path, *, may_be_torn: bool = False) -> Iterator[dict[str, Any]]:
+    """Every line in order; raises `JournalError` at the first that breaks the chain.
+
+    `may_be_torn`: leave out a last line without its end, as another process may be writing it.
+    """
     previous = GENESIS
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
+            if may_be_torn and not line.endswith(b"\n"):
+                return
             try:
                 record = json.loads(line)
                 stated = record["hash"]
