@@ -112,7 +112,7 @@ class Chaos:
 
     def point(self, name: str) -> None:
         """A moment at which anything may happen to the process."""
-        if self.calm:
+        if self.is_quiet:
             return
         # Between the desk's look at the switch and the call an order is on its way: nothing can hold it back.
         if (
@@ -127,6 +127,13 @@ class Chaos:
         if self.draw.random() < self.crash_rate:
             self.outcome.crashes += 1
             raise Crash
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing happens to the process any more: a venue that has closed for good answers no order, and a
+        session that is to close its positions there would be crashed for ever."""
+        books, panel = self.world.venue.books, self.world.panel
+        return self.calm or (books.closed and books.row == panel.rows - 1)
 
     def _sleep(self, seconds: float) -> None:
         self.point("before sleep")

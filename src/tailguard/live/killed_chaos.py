@@ -60,7 +60,7 @@ class KilledChaos(Chaos):
                 if name == "ended":
                     break
                 ours.send((*self._answer(venue, name, arguments), self.world.clock.now()))
-                if not self.calm and self.draw.random() < self.crash_rate / 2:
+                if not self.is_quiet and self.draw.random() < self.crash_rate / 2:
                     time.sleep(float(self.draw.uniform(0, UNANNOUNCED_S)))
                     self.outcome.crashes += 1
                     raise Crash
