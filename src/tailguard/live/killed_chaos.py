@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -20,13 +21,21 @@ from tailguard.live.bar_history import LiveBar
 from tailguard.live.chaos import Chaos, Crash
 from tailguard.live.session import Killed
 from tailguard.live.simulation import ReplayedMarket
-from tailguard.live.venue import OutcomeUnknown, RateLimited, Refused, VenueError, WrongClock
+from tailguard.live.venue import VenueError
 
 UNANNOUNCED_S = 0.002
 """Longest time after an answer at which an unannounced kill comes."""
-ERRORS: dict[str, Callable[..., BaseException]] = {
-    each.__name__: each for each in (OutcomeUnknown, Refused, RateLimited, WrongClock, Killed, TailguardError)
-}
+
+
+def errors_by_name(kind: type[BaseException]) -> dict[str, Callable[..., BaseException]]:
+    """An error and all that are made from it."""
+    found: dict[str, Callable[..., BaseException]] = {kind.__name__: kind}
+    for each in kind.__subclasses__():
+        found |= errors_by_name(each)
+    return found
+
+
+ERRORS = errors_by_name(VenueError) | {each.__name__: each for each in (Killed, TailguardError)}
 
 
 class KilledChaos(Chaos):
@@ -110,6 +119,7 @@ class _Child:
         except TailguardError as error:
             ended = (type(error).__name__ if isinstance(error, Killed) else "TailguardError", str(error))
         except BaseException:
+            traceback.print_exc()
             os._exit(1)  # the parent finds the pipe closed
         self.connection.send(("ended", ended))
         time.sleep(600)
