@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tailguard as tg
+from tailguard.algorithm.adversary_training import train_adversary
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.errors import ConfigError
 from tailguard.robust.adversary import AdversaryEnv, Perturbation
@@ -19,10 +20,12 @@ from tailguard.robust.config import RobustConfig
 Make = Callable[..., Any]
 
 
+@pytest.mark.parametrize("members", [1, 2])
 @pytest.mark.parametrize("acts", ["direction", "perturbation"])
-def test_the_adversary_earns_what_the_agent_loses(make_pathwise: Make, make_env: Make, acts: Any) -> None:
+def test_the_adversary_earns_what_the_agent_loses(make_pathwise: Make, make_env: Make, acts: Any, members: int) -> None:
     """Step by step the same accounts as an agent that is shown the perturbed observations, with the sign turned."""
-    agent = make_pathwise()
+    agents = [make_pathwise(seed=seed) for seed in range(members)]
+    agent = agents[0] if members == 1 else tg.Ensemble(agents, 0.8)
     perturbation = Perturbation(agent, Attack(epsilon=0.3), acts)
     env, other = AdversaryEnv(make_env(), perturbation), make_env()
     obs = env.reset(5)
@@ -43,6 +46,22 @@ def test_the_adversary_earns_what_the_agent_loses(make_pathwise: Make, make_env:
         torch.testing.assert_close(step.reward, -expected.reward, atol=1e-6, rtol=0)
         start = expected.ended
     assert perturbation.size == (int(mask.sum()) if acts == "perturbation" else 1)
+
+
+def test_an_adversary_of_an_ensemble_is_trained_and_trades_in_its_place(make_pathwise: Make, make_env: Make) -> None:
+    """Its actions are those of the ensemble on what it shows, which is in the ball."""
+    ensemble = tg.Ensemble([make_pathwise(seed=seed) for seed in range(2)], 0.8)
+    options: dict[str, Any] = {"n_steps": 8, "hidden": (8,), "lstm_size": 6, "minibatch_size": 32}
+    worst = train_adversary(ensemble, make_env(), Attack(epsilon=0.3), timesteps=128, **options)
+    obs = make_env().reset(1)
+    start, memories, state = torch.ones(8, dtype=torch.bool), worst.initial_memories(8), None
+    for _ in range(3):
+        decision = worst.decide(obs, memories, start)
+        share = ((decision.obs.double() - obs.double()) / worst.units.double()).abs()
+        assert 0 < share.max() <= 0.3
+        expected, state = ensemble.predict(decision.obs.numpy(), state, start.numpy())
+        torch.testing.assert_close(decision.action, torch.as_tensor(expected), atol=1e-6, rtol=0)
+        memories, start = decision.memories, torch.zeros(8, dtype=torch.bool)
 
 
 def test_a_direction_pushes_the_action_that_way(make_pathwise: Make) -> None:
