@@ -160,10 +160,11 @@ def _(inject: Injection) -> None:
     inject.function(dual_step, careless)
 
 
-@fault("P9", "a measure of the budget is refused when the agent is judged")
+@fault("P9", "the report refuses a measure of the budget, and there is no dry run before training")
 def _(inject: Injection) -> None:
     from tailguard.errors import ConfigError
     from tailguard.evaluate.report.collect import collect
+    from tailguard.runs.runner import dry_run
 
     def late(run: Any, **named: Any) -> Any:
         if run.config.risk.measure == "drawdown":
@@ -171,6 +172,7 @@ def _(inject: Injection) -> None:
         return collect(run, **named)
 
     inject.function(collect, late)
+    inject.function(dry_run, lambda run, console: None)  # noqa: ARG005
 
 
 @fault("P10", "a year has 365 days on every market")
