@@ -13,6 +13,7 @@ import polars as pl
 import torch
 
 from tailguard.algorithm.ensemble import Ensemble
+from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.audit.promises import FREE
 from tailguard.audit.registry import Measurement, at_least, at_most, register_check, within, worst
@@ -23,6 +24,7 @@ from tailguard.data.synthetic import make_market
 from tailguard.envs.trading import TradingEnv
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import HOLD, BuyAndHold, Moment
+from tailguard.experiment.trained_run import TrainedRun
 from tailguard.live.bar_history import BarHistory, ReplaySource
 from tailguard.live.decide import LiveDecider
 from tailguard.live.guards import GuardConfig
@@ -45,6 +47,8 @@ LOOSE = GuardConfig(
 WARM_UP = 176
 """Bars before the first decision: features, and volatility of a week, are defined by then."""
 EPISODE = 16
+OWN_BARS = 48
+"""Last bars of a run's test part on which its session is compared with its backtest."""
 
 # --- one code for decisions ------------------------------------------------------------------------------------------
 
@@ -63,13 +67,15 @@ def calibrated_agent(seed: int) -> Ensemble:
     return Ensemble([member], Exposure(0.8, -0.001, 0.05, 0.9, -0.01, -0.001, -0.001, 5.0), throttled=True)
 
 
-def shadow_decisions(agent: Ensemble, bars: Bars, first_ms: int, folder: Path) -> list[dict[str, Any]]:
+def shadow_decisions(
+    agent: Ensemble | Learner, bars: Bars, first_ms: int, folder: Path, bar_ms: int = HOUR_MS
+) -> list[dict[str, Any]]:
     """What a shadow session decides bar by bar."""
     clock, decider = SimulatedClock(first_ms), LiveDecider(agent, BarHistory(bars, first_ms))
     assert agent.spec is not None  # it was trained on bars
     config = SessionConfig(
         run="audit", mode="shadow", symbols=bars.symbols, capital=1.0, leverage=agent.spec.market.leverage,
-        bar_ms=HOUR_MS, window=agent.spec.episode_length, guards=LOOSE, orders=OrderConfig(),
+        bar_ms=bar_ms, window=agent.spec.episode_length, guards=LOOSE, orders=OrderConfig(),
     )  # fmt: skip
     journal = Journal(folder / "decisions.jsonl", sync=False)
     session = Session(config, decider, journal, clock, KillSwitch(folder / "stop"), shadow=SimulatedAccount(decider))
@@ -117,7 +123,34 @@ def decisions_are_the_same_everywhere(subject: Subject) -> Measurement:
         paper = paper_decisions(agent, bars, WARM_UP, Path(place))
         found.append(at_most("largest gap of a paper session's targets to the backtest's, whose account has no lots",
                              _gap(paper, "target", expected.targets), 1e-3))  # fmt: skip
+    if subject.run is not None:
+        found += _of_run(subject.run)
     return worst(found)
+
+
+def _of_run(run: TrainedRun) -> list[Measurement]:
+    """The run's own agent on the last bars of its test part; of one symbol that trades around the clock."""
+    spec, bars = run.agent.spec, run.part("test")
+    panel = bars.panel()
+    if spec is None or panel.assets > 1 or panel.pace.has_sessions or panel.rows <= 2 * OWN_BARS:
+        return []
+    first_ms = int(panel.time[-OWN_BARS])
+    shown = replace(bars, first=datetime.fromtimestamp(first_ms / 1000, UTC))
+    expected = backtest(run.agent, shown, progress_bar=False)
+    with tempfile.TemporaryDirectory() as place:
+        shadow = shadow_decisions(run.agent, bars, first_ms, Path(place), panel.frequency_ms)
+    found = [at_most(f"the same for this run's agent on the last {OWN_BARS} bars of its test part",
+                     _gap(shadow, "target", expected.targets), 0.0)]  # fmt: skip
+    calibration = getattr(run.agent, "calibration", None)
+    if calibration is not None:
+        gap = abs(calibration.factor - run.agent.exposure)  # type: ignore[union-attr]  # an ensemble has one
+        found.append(at_most("|exposure in force − the calibrated one| of this run's agent", gap, 0.0))
+        throttled = run.config.risk.throttle and run.config.risk.measure == "episode"
+        acts = expected.throttle is not None
+        found.append(
+            at_most("throttles that its settings ask for and that do not act", float(throttled and not acts), 0.0)
+        )
+    return found
 
 
 def _gap(records: list[dict[str, Any]], name: str, expected: np.ndarray) -> float:
