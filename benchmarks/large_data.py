@@ -34,7 +34,7 @@ from tailguard.data.synthetic import make_market
 from tailguard.runs.prepare_market import prepare_market
 
 SYMBOLS = 8
-SIZES = (25_000, 50_000, 100_000)
+SIZES = (100_000, 200_000, 400_000)
 """Bars of each symbol."""
 TARGET, CORES = 300_000_000, 16
 MINUTE = timedelta(minutes=1)

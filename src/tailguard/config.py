@@ -73,6 +73,10 @@ class DataConfig:
     """File of dividends and splits: the columns date, dividend, split and symbol; null: columns of the bars."""
     published: str | None = None
     """File of further values for features, with their publication times in a column `published`; null: none."""
+    published_delay: str | None = None
+    """How much later a published value is used, like 1d; null: from its publication on."""
+    published_before: float | None = None
+    """The value before the first publication; null: there is none, and features that need it are refused there."""
     validation: float | str = 0.15
     """Size of the validation part: a fraction, or a duration like 180d."""
     test: float | str = 0.15

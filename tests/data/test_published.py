@@ -10,9 +10,11 @@ import polars as pl
 import pytest
 
 import tailguard as tg
-from tailguard.data.features import FEATURES, compute_features, feature, leaking_features
+from tailguard.config import load_config
+from tailguard.data.features import FEATURES, FeatureError, compute_features, feature, leaking_features
 from tailguard.data.published import with_published
 from tailguard.errors import BarsError
+from tailguard.experiment.build import load_bars_in_memory
 
 START, HOUR = datetime(2021, 1, 4, tzinfo=UTC), timedelta(hours=1)
 
@@ -86,3 +88,25 @@ def test_a_change_of_a_later_publication_changes_no_earlier_bar() -> None:
 def test_what_cannot_be_joined_is_named(table: pl.DataFrame, options: dict[str, object], message: str) -> None:
     with pytest.raises(BarsError, match=message):
         with_published(bars(), table, **options)  # type: ignore[arg-type]
+
+
+def test_a_feature_before_the_first_publication_names_the_column_and_the_way_out() -> None:
+    feature("surprise_again", needs=("surprise",))(lambda: pl.col("surprise") / 3)
+    try:
+        joined = with_published(bars(), releases())
+        with pytest.raises(FeatureError, match=r"column 'surprise'.* has no value for A at .*data.published_before"):
+            compute_features(joined, ["surprise_again"])
+        assert compute_features(with_published(bars(), releases(), before=0.0), ["surprise_again"]).valid.all()
+    finally:
+        FEATURES.pop("surprise_again", None)
+
+
+def test_settings_join_as_the_call_does(tmp_path: Path) -> None:
+    path, news = tmp_path / "bars.parquet", tmp_path / "news.csv"
+    bars().frame.drop("segment").write_parquet(path)
+    releases().write_csv(news)
+    settings = [f"data.path={path}", f"data.published={news}"]
+    config = load_config(overrides=[*settings, "data.published_delay=1h", "data.published_before=-1"])
+    expected = with_published(bars(), releases(), delay="1h", before=-1.0).frame["surprise"]
+    assert load_bars_in_memory(config).frame["surprise"].equals(expected)
+    assert expected[0] == -1

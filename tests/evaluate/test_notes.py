@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +51,22 @@ def test_the_exposure_that_volume_allowed_is_said(bars) -> None:
     reached = results["buy & hold"].weights[-1, 0]
     assert 0.1 < reached < 0.35
     assert f"exposure of {abs(results['buy & hold'].weights).max():.2g} of equity at most" in note
+
+
+def test_orders_that_wait_for_a_halt_are_not_blamed_on_volume() -> None:
+    days = pl.date_range(pl.date(2021, 1, 1), pl.date(2021, 3, 31), eager=True)
+    halted = pl.col("date").is_between(pl.date(2021, 2, 1), pl.date(2021, 2, 10))
+    closes = pl.DataFrame({"date": days}).with_columns(A=pl.when(~halted).then(10.0), B=pl.lit(20.0))
+    bars = tg.load_bars(closes, universe="ragged")
+    market = MarketConfig(participation=math.inf, impact=0.0, funding_rate=0.0)
+    targets = np.tile([0.5, 0.5], (len(days), 1))
+    targets[32:] = 0.0  # decided on 2 February: eight bars of the halt are left
+    notes = baseline_notes({"seller": tg.backtest(targets, bars, market)}, bars, market)
+    (note,) = [each for each in notes if each.startswith("seller")]
+    assert "seller: halts of symbols kept its orders waiting at 9.0 % of bars. It reached" in note
+    limited = MarketConfig(participation=0.5, impact=0.0, funding_rate=0.0)
+    result = {"seller": tg.backtest(targets, bars, market)}
+    assert "volume or halts of symbols cut its orders at 9.0 % of bars (" in baseline_notes(result, bars, limited)[-1]
 
 
 def test_what_a_throttle_did_and_cost_is_noted(bars: tg.Bars) -> None:

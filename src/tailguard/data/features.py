@@ -221,6 +221,14 @@ def _check_defined(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -
             continue
         row = int(undefined[0])
         symbol, time = bars.frame.select("symbol", "time").row(row)
+        empty = [name for name in entry.needs if name in bars.frame.columns and bars.frame[name][row] is None]
+        if empty:
+            raise FeatureError(
+                f"{bars.source}: the column {empty[0]!r}, which feature {entry.name!r} needs, has no value for "
+                f"{symbol} at {time:%Y-%m-%d %H:%M}, nor on {bars.frame[empty[0]].null_count():,} bars in all. Where "
+                "nothing was published by then, give the value before the first publication: data.published_before, "
+                "with_published(before=)"
+            )
         raise FeatureError(
             f"{bars.source}: feature {entry.name!r} is {values[row]} for {symbol} at {time:%Y-%m-%d %H:%M}, bar "
             f"{position[row] + 1:,} of its stretch, and on {len(undefined):,} bars in all, although its warm-up is "

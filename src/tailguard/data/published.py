@@ -83,6 +83,6 @@ def _check_known(frame: pl.DataFrame, columns: Sequence[str], name: str) -> None
         without = empty.filter(pl.col("known") == 0)["symbol"].to_list()
         if without:
             raise BarsError(
-                f"{name}: {column} has no value for {', '.join(without)} by the last bar; give before=, the value "
-                "before the first publication, or leave the symbol out"
+                f"{name}: {column} has no value for {', '.join(without)} by the last bar; give before= "
+                "(data.published_before), the value before the first publication, or leave the symbol out"
             )

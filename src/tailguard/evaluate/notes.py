@@ -1,7 +1,8 @@
-"""Notes on results: assumed funding, orders cut by volume, and what a throttle did."""
+"""Notes on results: assumed funding, orders cut by volume or halts, and what a throttle did."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def baseline_notes(results: Mapping[str, BacktestResult], bars: Bars, market: Ma
     return [
         *_closes_only(bars),
         *_funding(results, bars, market),
-        *_cut_orders(results, market),
+        *_cut_orders(results, bars, market),
         *_throttled(results),
     ]
 
@@ -49,15 +50,20 @@ def _funding(results: Mapping[str, BacktestResult], bars: Bars, market: MarketCo
     ]
 
 
-def _cut_orders(results: Mapping[str, BacktestResult], market: MarketConfig) -> list[str]:
+def _cut_orders(results: Mapping[str, BacktestResult], bars: Bars, market: MarketConfig) -> list[str]:
+    limited = market.impact > 0 or math.isfinite(market.participation)
+    why, settings = "volume cut its orders", ""
+    if bars.universe is not None:
+        why = "volume or halts of symbols cut its orders" if limited else "halts of symbols kept its orders waiting"
+    if limited or bars.universe is None:
+        settings = f" (market.participation {market.participation:g}, market.capital {market.capital:,.0f})"
     notes = []
     for name, result in results.items():
         cut = float((result.unfilled > 0).mean())
         if cut >= CUT_OFTEN:
             reached = np.abs(result.weights).sum(-1)
             notes.append(
-                f"{name}: volume cut its orders at {percent(cut, sign=False)} of bars (market.participation "
-                f"{market.participation:g}, market.capital {market.capital:,.0f}). It reached an exposure of "
+                f"{name}: {why} at {percent(cut, sign=False)} of bars{settings}. It reached an exposure of "
                 f"{reached.max():.2g} of equity at most and {reached.mean():.2g} on average"
             )
     return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,10 @@ def read_bars(path: str | Path, data: DataConfig) -> Bars:
         delistings=data.delistings or None,
     )
     bars = bars.select(*data.symbols) if data.symbols else bars
-    return bars if data.published is None else with_published(bars, data.published)
+    if data.published is None:
+        return bars
+    delay = timedelta(0) if data.published_delay is None else data.published_delay
+    return with_published(bars, data.published, delay=delay, before=data.published_before)
 
 
 def load_bars_in_memory(config: RunConfig) -> Bars:
