@@ -135,3 +135,10 @@ def test_differences_of_regularisations_are_paired_by_seed(load: Any) -> None:
     rows = list(zip(*(column.cells for column in regularisation.table(cases).columns), strict=True))
     assert [row[:2] for row in rows] == [(regularisation.DEFAULT, "8"), ("dropout 0.2", "8")]
     assert rows[1][2:5] == ("+0.13 (+0.13 to +0.13)", "+0.00 (+0.00 to +0.00)", "+0.10 (+0.10 to +0.10)")
+
+
+def test_preparing_is_scaled_by_its_serial_part_its_share_and_its_exponent(load: Any) -> None:
+    large = load("large_data")
+    assert large.exponent((10, 20, 40), [2 * size**1.25 for size in (10, 20, 40)]) == pytest.approx(1.25)
+    # 4 s of one process and 96 s of many: on 16 cores 10 s; a hundredfold to the power of 1.5 is a thousand times that.
+    assert large.scaled_seconds(4.0, 96.0, 1_000, 1.5, 100_000, 16) == pytest.approx(10_000)
