@@ -2,7 +2,10 @@
 
 Where a probe fails, the fault is in the part that it adds: the value and its loss, the policy's gradient, the memory,
 the discount, the tail of the distribution. Their answers are known in closed form. The learner has the subject's
-network; its optimiser and its rates are those of the probe, so that an answer late does not count as a wrong one.
+network; its optimiser and its rates are those of the probe, so that a late answer does not count as a wrong one.
+
+The bounds are for what a fault does, and far from what chance does: of 16 learners of four kinds the worst
+were at 0.002, 0.064, 0.034, 0.015 and 0.13.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ def trained(subject: Subject, env: ProbeEnv, iterations: int, **options: Any) ->
     witness = Witness()
     chosen: dict[str, Any] = {
         "n_steps": 12, "minibatch_size": 384, "epochs": 4, "learning_rate": "linear:1e-2:5e-4", "monitor": False,
-        "optimizer": "adam", "hidden": (16,), "lstm_size": 16, "quantiles": 32, "gae_lambda": 0.95,
+        "optimizer": "adam", "hidden": (16,), "lstm_size": 16, "quantiles": 32, "atoms": 51, "gae_lambda": 0.95,
         "value_clip": "off", "twin_mode": "mean", "huber_kappa": 0.0, "distribution_target": "sr_lambda",
         "baseline": "scalar",
     }  # fmt: skip
