@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -206,6 +208,30 @@ def test_reports_are_written_once_for_every_complete_day(run: Path, tmp_path: Pa
     value = next(row["value"] for row in content["rows"] if row["name"] == "return")
     assert f"| return | {100 * value:.3f} % |" in text
     assert "slippage" in text.split("Nothing can be said yet of:")[1].split(".")[0]  # a shadow session has no fills
+
+
+def test_a_session_that_takes_its_time_has_the_report_of_a_day_when_the_next_begins(
+    run: Path, tmp_path: Path, monkeypatch
+) -> None:
+    """Another process writes it, without the keys of this one; the journal is that of a session without reports."""
+    monkeypatch.setenv("EXCHANGE_SECRET", "hidden-123456")
+    started: list[dict] = []
+    start = subprocess.Popen
+
+    def seen(*arguments, **settings):
+        started.append(settings["env"])
+        return start(*arguments, **settings)
+
+    monkeypatch.setattr("tailguard.live.day_end.subprocess.Popen", seen)
+    cli("live", run, "--data", later_bars(tmp_path), "--seconds", 0.001)
+    folder, end = run / "live" / "shadow" / "daily", time.monotonic() + 240
+    while not list(folder.glob("*.json")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert started
+    assert all("EXCHANGE_SECRET" not in environment for environment in started)
+    kinds = {record["kind"] for record in read_records(run / "live" / "shadow" / "journal.jsonl")}
+    assert kinds == {"start", "bar", "decision", "explanation", "stop"}
 
 
 def test_a_replay_of_the_expectations_own_bars_says_so(run: Path) -> None:

@@ -91,6 +91,7 @@ def live(
 
     from tailguard.live.alerts import AlertConfig, alerting
     from tailguard.live.daily_report import write_daily_reports
+    from tailguard.live.day_end import DayEnd
     from tailguard.live.display import WatchedSource, shown
     from tailguard.live.opening import LiveSource, open_session, verify_session
     from tailguard.live.orders import OrderConfig
@@ -129,10 +130,14 @@ def live(
             if server is not None:
                 say(console, f"page      {server.url}")
             with shown(session, command, console, server) as display, alerting(alerts, session) as alerter:
+                day_end = DayEnd(("live", str(run), "--mode", mode, "--report", *["--trust-plugins"] * trust_plugins))
+                if exchange is not None or venue is not None or seconds > 0:  # a replay at full speed has no days
+                    session.ledger.listeners.append(day_end.hear)
 
                 def beat() -> None:
                     display.refresh()
                     alerter.report(session.ledger)
+                    day_end.beat()
 
                 # A source that waits asks again and again whether to stop: the age of the last bar stays true.
                 stopping.beat = beat
