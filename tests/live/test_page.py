@@ -13,12 +13,14 @@ import pytest
 
 import tailguard as tg
 from tailguard.errors import ConfigError
+from tailguard.live.bar_history import ReplaySource
 from tailguard.live.equity_curve import MOST_POINTS, EquityCurve
 from tailguard.live.page_server import PageServer
 from tailguard.live.simulation import World
+from tailguard.live.venue import SimulatedClock
 from tailguard.live.view import session_view
 
-from .conftest import WorldMaker
+from .conftest import ShadowMaker, WorldMaker, open_time
 
 COMMAND = "tailguard live runs/demo --mode paper --release"
 
@@ -200,6 +202,34 @@ def test_the_page_in_a_browser(traded: World, tmp_path: Path, browser, width: in
         assert f"{row['target']:+.4f}".replace("-", "−") in text
     assert COMMAND in text
     assert view["frozen"]["position"] in text
+
+
+def test_the_page_shows_what_moved_the_last_decision(
+    agent, shadow_session: ShadowMaker, tmp_path: Path, browser
+) -> None:
+    bars = tg.make_market(260, seed=8).bars
+    first = open_time(bars, 200)
+    clock = SimulatedClock(first)
+    session = shadow_session(agent, bars, first, clock)
+    session.start()
+    source = ReplaySource(bars, first - 1, clock)
+    for _ in range(40):
+        session.on_bar(source.next_bar())
+    view = session_view(session, COMMAND)
+    with PageServer(0) as server, browser(700, 900) as window:
+        server.publish(view)
+        window.open(server.url, drawn="drawn")
+        text = window.run("return document.getElementById('moved').innerText")
+        widths = window.run("return [...document.querySelectorAll('#moved rect')].map(r => +r.getAttribute('width'))")
+        assert window.log("browser") == []
+        window.screenshot(tmp_path / "moved.png", whole=True)
+    found = view["moved"]["SYN01"]
+    shares = [*(share for _, share, _ in found["moved"]), found["others"]]
+    largest = max(abs(share) for share in shares)
+    assert widths == pytest.approx([100 * abs(share) / largest for share in shares], rel=1e-6)
+    for name, share, size in found["moved"]:
+        assert f"{name}, at {size:+.1f} sd".replace("-", "−") in text.replace("-", "−")
+        assert f"{share:+.4f}".replace("-", "−") in text
 
 
 def test_the_page_follows_the_session_and_says_when_it_is_alone(traded: World, browser) -> None:
