@@ -44,7 +44,7 @@ from tailguard.runs.validation import Validation
 
 MEMBERS, ROUNDS, STEPS = 8, 10, 20_480
 STRATEGIES: tuple[Strategy, ...] = ("random", "pbt", "mf_pbt")
-T_95 = {3: 4.303, 5: 2.776, 8: 2.365, 10: 2.262, 20: 2.093}
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 20: 2.093}
 """97.5 % quantile of Student's t, by the number of seeds."""
 SPACE = SearchSpace.parse(
     {
