@@ -1,4 +1,4 @@
-"""Measures what docs/audit.md shows: `python docs/_build/audit_tables.py`, or with ids, those checks alone.
+"""Measures what docs/audit.md shows: `python docs/_build/audit_tables.py`, or with ids, or `missing`, those alone.
 
 The numbers of the checks of the installed code, on the machine that runs this, go to `audit_measured.json` beside it.
 """
@@ -17,20 +17,19 @@ MEASURED = Path(__file__).with_name("audit_measured.json")
 
 
 def main(wanted: list[str]) -> None:
-    """Measure, and say which checks failed."""
+    """Measure the checks with these ids, all by default, and say which failed; a number stays until it is measured."""
     before = json.loads(MEASURED.read_text(encoding="utf-8"))["checks"] if MEASURED.is_file() else {}
-    found = {}
-    for check in all_checks():
-        if check.of_run or "." in check.id:
-            continue
-        if wanted and check.id not in wanted and check.id in before:
-            found[check.id] = before[check.id]
+    checks = [check for check in all_checks() if not check.of_run and "." not in check.id]
+    found = {check.id: before[check.id] for check in checks if check.id in before}
+    for check in checks:
+        if wanted and check.id not in wanted and not (wanted == ["missing"] and check.id not in before):
             continue
         result = run_check(check, Subject())
         one = result.measurement
         found[check.id] = {"measured": one.measured, "number": number(one.number), "bound": one.bound}
         print(check.id, result.verdict, f"{result.seconds:.1f} s", one.detail if result.verdict == "fail" else "")
-    MEASURED.write_text(json.dumps({"checks": found}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        ordered = {each.id: found[each.id] for each in checks if each.id in found}
+        MEASURED.write_text(json.dumps({"checks": ordered}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
