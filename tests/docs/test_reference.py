@@ -132,7 +132,7 @@ def test_the_numbers_of_the_audit_are_of_checks_that_exist_and_passed(reference:
     measured = json.loads(reference.MEASURED.read_text(encoding="utf-8"))["checks"]
     checks = {check.id for check in all_checks() if not check.of_run and "." not in check.id}
     assert set(measured) <= checks, "run python docs/_build/audit_tables.py"
-    assert len(measured) > 50
+    assert len(measured) >= 50
     for one in measured.values():
         low, high = re.match(r"≥ (.+)", one["bound"]), re.match(r"≤ (.+)", one["bound"])
         assert not low or float(one["number"]) >= float(low[1])
