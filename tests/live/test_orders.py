@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.journal import read_records
 from tailguard.live.orders import client_id, limit_price, size_order, to_lots
-from tailguard.live.venue import Instrument, OrderRequest, OutcomeUnknown
+from tailguard.live.session import Killed
+from tailguard.live.venue import Instrument, OrderRequest, OutcomeUnknown, RateLimited
 
 from .conftest import WorldMaker
 
@@ -167,6 +168,32 @@ def test_refused_orders_are_tried_again_as_another_attempt_with_another_id(paper
     refused = [record for record in world.records("order") if record["outcome"].startswith("refused: 429")]
     assert len(refused) == world.faults.counts["rate_limited"]
     check_books(world)
+
+
+def test_a_ban_of_days_is_not_slept_through(paper_world: WorldMaker) -> None:
+    """Three attempts, a minute apart, and a kill switch that ends the wait within five seconds."""
+    world = paper_world()
+    sent = []
+
+    def banned(_: OrderRequest):
+        sent.append(world.clock.now())
+        raise RateLimited("418", 259_200.0)
+
+    world.venue.place = banned
+    world.trade(world.session(), 1)
+    assert [moment - sent[0] for moment in sent] == [0, 60_000, 120_000]
+    ends = []
+
+    def trip(now: int) -> None:
+        if len(sent) == 4 and now >= sent[3] + 10_000 and not ends:
+            ends.append(now)
+            world.kill.trip("a person")
+
+    world.clock.observers.append(trip)
+    with pytest.raises(Killed):
+        world.trade(world.session(), 1)
+    assert len(sent) == 4
+    assert world.clock.now() - ends[0] <= 5_000
 
 
 def test_a_clock_that_drifts_is_measured_and_orders_go_through(paper_world: WorldMaker) -> None:

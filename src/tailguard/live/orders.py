@@ -41,6 +41,8 @@ from tailguard.validate import check_count, check_range
 
 PREFIX = "tg"
 """Client ids begin with it: it marks an order as ours."""
+PAUSE_STEP_S = 5.0
+"""Longest sleep at once while the venue wants a pause and nothing is sent anyway."""
 
 
 Style = Literal["immediate", "market", "limit_then_market", "twap"]
@@ -218,7 +220,7 @@ class OrderDesk:
         began, due = self.clock.now(), Decimal(0)
         for place, part in enumerate(slices):
             due += part
-            self._wait(wanted, began + round(1000 * wanted.seconds * place / len(slices)))
+            self._wait(wanted, began + round(1000 * wanted.seconds * place / len(slices)), self.config.poll_s)
             price = self._price_now(wanted) if place else wanted.price
             if price is None:
                 return
@@ -247,10 +249,10 @@ class OrderDesk:
     def _may_wait(self, wanted: Wanted) -> bool:
         return wanted.flatten or not self.kill.is_tripped()
 
-    def _wait(self, wanted: Wanted, until_ms: int) -> None:
-        """Wait in small steps, so that the kill switch is seen at once."""
+    def _wait(self, wanted: Wanted, until_ms: int, step_s: float) -> None:
+        """Wait in steps, after each of which the kill switch is read."""
         while (left := until_ms - self.clock.now()) > 0 and self._may_wait(wanted):
-            self.clock.sleep(min(left / 1000, self.config.poll_s))
+            self.clock.sleep(min(left / 1000, step_s))
 
     def _send_part(self, wanted: Wanted, quantity: Decimal, price: float, kind: OrderKind) -> Decimal:
         """Send one order and wait for its outcome; returns what was filled."""
@@ -297,7 +299,9 @@ class OrderDesk:
             report = self.venue.place(request)
         except RateLimited as error:
             self._refused(intent, error)
-            self.clock.sleep(error.seconds)
+            # Exchanges ban for days: the desk waits no longer than for an outcome, and obeys the kill switch meanwhile.
+            pause_s = min(error.seconds, self.config.patience_s)
+            self._wait(wanted, self.clock.now() + round(1000 * pause_s), PAUSE_STEP_S)
             return True
         except WrongClock as error:
             self._refused(intent, error)
