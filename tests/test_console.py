@@ -59,8 +59,10 @@ def commands(group: Any, path: str = "") -> dict[str, set[str]]:
     return found
 
 
-OTHERS = {"--logdir", "--print-to-pdf", "--no-pdf-header-footer", "--screenshot", "--headless", "--disable-gpu"}
-"""Options of other programs: TensorBoard and the browser that prints a report."""
+OTHERS = {"--logdir", "--print-to-pdf", "--no-pdf-header-footer", "--screenshot", "--headless", "--disable-gpu"} | {
+    "--nproc-per-node"
+}
+"""Options of other programs: TensorBoard, the browser that prints a report, and torchrun."""
 
 
 def test_messages_name_options_and_commands_that_exist() -> None:

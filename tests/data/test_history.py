@@ -10,7 +10,9 @@ import pytest
 
 from tailguard.data.bars import Bars
 from tailguard.data.disk.import_bars import import_bars
+from tailguard.data.features import common_times
 from tailguard.data.findings import Check
+from tailguard.data.history import spans_of
 from tailguard.data.readiness import check_history
 from tailguard.data.sources import load_bars
 from tailguard.data.splits import split_bars, walk_forward
@@ -27,7 +29,7 @@ def unequal(good_bars, *cuts: tuple[int, int]) -> pl.DataFrame:
 
 def judged(frame: pl.DataFrame) -> Check:
     bars: Bars = load_bars(frame, gaps="split")
-    return check_history(bars)
+    return check_history(spans_of(bars), len(common_times(bars)))
 
 
 def test_the_symbol_that_begins_late_is_named_with_what_the_others_lose(good_bars) -> None:

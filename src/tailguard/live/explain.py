@@ -3,7 +3,8 @@
     share of input i = (x_i − t_i) · ∫₀¹ ∂w(t + s·(x − t)) / ∂x_i ds,   Σ_i share = w(x) − w(t)
 
 (Sundararajan et al. 2017). x is the observation, t the typical one: the mean of those seen in training. w is the weight
-that the policy asks for, by its own networks with the memory that it had before this bar, before throttle and shield.
+that the policy asks for, by its own networks with the memory that it had before this bar, before throttle, limits and
+shield.
 """
 
 from __future__ import annotations
