@@ -33,7 +33,7 @@ def decided(agent, assets: int, steps: int, seed: int = 8) -> tuple[LiveDecider,
 @pytest.mark.parametrize("assets", [1, 2])
 @pytest.mark.parametrize("steps", [1, 20, 32, 33, 50])  # windows of 32 bars: at their starts, within and at the end
 def test_the_explained_weight_is_the_decided_one(request, assets: int, steps: int) -> None:
-    """The explainer's own memory is that of the policy: its weight, throttled and limited, is the target up to float32."""
+    """The explainer's own memory is that of the policy: its weight, throttled and limited, is the target in float32."""
     agent = request.getfixturevalue("agent" if assets == 1 else "two_assets")
     decider, target = decided(agent, assets, steps)
     explainer = decider._explainer
