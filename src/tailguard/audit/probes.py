@@ -4,7 +4,7 @@ Where a probe fails, the fault is in the part that it adds: the value and its lo
 the discount, the tail of the distribution. Their answers are known in closed form. The learner has the subject's
 network; its optimiser and its rates are those of the probe, so that a late answer does not count as a wrong one.
 
-The bounds are for what a fault does, and far from what chance does: of 16 learners of four kinds the worst
+The bounds are for what a fault does, and far from what chance does: of 32 learners of four kinds the worst
 were at 0.002, 0.064, 0.034, 0.015 and 0.13.
 """
 
