@@ -10,7 +10,7 @@ import pytest
 from tailguard.audit.auditor import AuditResult, all_checks
 from tailguard.audit.subject import Subject
 
-SLOW = {"B1", "B2", "B3", "B4", "B5", "C7", "P1", "P3", "P9"}
+SLOW = {"B1", "B2", "B3", "B4", "B5", "P1", "P3", "P9"}
 IDS = [
     pytest.param(check.id, marks=[pytest.mark.slow] if check.id in SLOW else [])
     for check in all_checks()

@@ -197,7 +197,8 @@ def counted_reads(config: RunConfig) -> Iterator[dict[str, int]]:
     "Is every setting read, and is every unknown one refused?",
     why="A setting that nobody reads, or a misspelt one that is taken in silence, is an experiment that was never "
     "made.",
-    remedy="Read the setting where its part is built, or remove it; unknown keys are refused by _merge in config.py.",
+    remedy="Read the setting where its part is built, or remove it; unknown keys are refused by _merge in config.py. "
+    "One that acts only beside another must be set in a run of this check, too.",
 )
 def settings_are_consumed(subject: Subject) -> Measurement:
     from rich.console import Console
@@ -211,9 +212,12 @@ def settings_are_consumed(subject: Subject) -> Measurement:
     with TemporaryDirectory() as name, redirect_stdout(quiet), redirect_stderr(quiet):
         bars = Path(name) / "bars.parquet"
         make_market(2_500, seed=subject.seed).bars.frame.drop("segment").write_parquet(bars)
+        news = Path(name) / "news.csv"
+        news.write_text("published,news\n2021-01-01,1.0\n", encoding="utf-8")
         whole = ("training.total_timesteps=256", "training.members=2", f"data.path={bars}", "pathwise.critic_epochs=1")
+        later = (f"data.published={news}", "data.published_delay=1d", "data.published_before=0")
         with counted_reads(RunConfig()) as reads:
-            train(small_run(subject, *BUDGET, *whole), Path(name) / "whole", Console(file=quiet))
+            train(small_run(subject, *BUDGET, *whole, *later), Path(name) / "whole", Console(file=quiet))
             for changes in (EVERYTHING, ("learner=ppo", *BUDGET, "robust.feed=['drift']")):
                 learner = build(small_run(subject, *changes)).learner
                 learner.iterate()
