@@ -162,7 +162,8 @@ def test_a_column_that_is_missing_or_has_holes_is_named(good_bars) -> None:
     with pytest.raises(ConfigError, match="'own_mood' needs the column 'sentiment', which Polars frame does not have"):
         compute_features(tg.load_bars(frame.drop("sentiment")), ["own_mood"])
     holed = frame.with_columns(sentiment=pl.when(pl.int_range(pl.len()) != 40).then("sentiment"))
-    with pytest.raises(tg.TailguardError, match=r"'own_mood' is None for bars at 2021-01-02 16:00"):
+    expected = r"'sentiment', which feature 'own_mood' needs, has no value for bars at 2021-01-02 16:00.* one: 1\."
+    with pytest.raises(tg.TailguardError, match=expected):
         compute_features(tg.load_bars(holed), ["own_mood"])
 
 

@@ -225,9 +225,9 @@ def _check_defined(bars: Bars, table: pl.DataFrame, chosen: Sequence[Feature]) -
         if empty:
             raise FeatureError(
                 f"{bars.source}: the column {empty[0]!r}, which feature {entry.name!r} needs, has no value for "
-                f"{symbol} at {time:%Y-%m-%d %H:%M}, nor on {bars.frame[empty[0]].null_count():,} bars in all. Where "
-                "nothing was published by then, give the value before the first publication: data.published_before, "
-                "with_published(before=)"
+                f"{symbol} at {time:%Y-%m-%d %H:%M}; bars without one: {bars.frame[empty[0]].null_count():,}. Fill the "
+                "column, or, where nothing was published by then, give the value before the first publication: "
+                "data.published_before, with_published(before=)"
             )
         raise FeatureError(
             f"{bars.source}: feature {entry.name!r} is {values[row]} for {symbol} at {time:%Y-%m-%d %H:%M}, bar "
