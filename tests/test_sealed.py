@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import re
 import resource
 import struct
 import zipfile
@@ -55,6 +56,20 @@ def test_what_is_written_is_read_back_bit_by_bit(folder: Path) -> None:
     assert about == read_about(folder, NAMES) == {"step": 7}
     assert same(parts, PARTS)
     assert [path.name for path in folder.parent.iterdir()] == ["kept"]  # nothing is left beside it
+
+
+def test_a_sealed_folder_of_other_parts_is_replaced_and_what_is_not_its_own_is_kept(folder: Path) -> None:
+    write_sealed(folder, {"weights_0": PARTS["weights"]}, {"step": 8})
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", file_name("weights_0")]
+
+    notes = folder / "notes.txt"
+    notes.write_text("mine")
+    with pytest.raises(CheckpointError, match=r"other files \(notes.txt\)"):
+        write_sealed(folder, PARTS, {"step": 9})
+    notes.unlink()
+    (folder / "manifest.json").write_text("{}")  # it no longer says which files are its own
+    with pytest.raises(CheckpointError, match=re.escape(f"other files ({file_name('weights_0')})")):
+        write_sealed(folder, PARTS, {"step": 9})
 
 
 def test_tensors_that_share_memory_or_are_not_contiguous_are_written_as_they_are(tmp_path: Path) -> None:

@@ -119,9 +119,18 @@ def _check_replaceable(folder: Path, files: Mapping[str, bytes]) -> None:
     """Refuse a place that holds anything but an earlier sealed folder: replacing it would delete what is there."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CheckpointError(f"{folder}: exists and is not a folder; choose another name")
-    others = sorted({path.name for path in folder.iterdir()} - set(files)) if folder.exists() else []
+    present = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
+    others = sorted(present - set(files) - _sealed_files(folder))
     if others:
         raise CheckpointError(f"{folder}: the folder holds other files ({', '.join(others[:3])}); choose a new folder")
+
+
+def _sealed_files(folder: Path) -> set[str]:
+    """Names of the files that the folder's own manifest lists, and the manifest's; none if it has no intact one."""
+    try:
+        return {*_read_manifest(folder, None)["files"], MANIFEST}
+    except (CheckpointError, OSError):
+        return set()
 
 
 # --- contents -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,8 +91,6 @@ def train_population(
         learners = {each.member: _restored(workshop, run, each, pbt.lineage) for each in best}
         members = [Member(learners[each.member], None) for each in kept]
         agent = combine(members, workshop.judge.validation, config, console)
-        # That of an earlier end may be of another kind, with other files.
-        shutil.rmtree(run.agent_path, ignore_errors=True)
         save_result(agent, run, again_command(run.path))
         words = in_words(sorted(kept[0].hyper.items()))
         say(
