@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,15 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 import tailguard as tg
 from tailguard.algorithm.config import PathwiseConfig
-from tailguard.algorithm.estimate import evaluate_critics, first_returns
+from tailguard.algorithm.estimate import evaluate_critics, final_values, first_returns
 from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.algorithm.pathwise import PathwiseLearner, discounts
-from tailguard.algorithm.rollout import act_and_step, collect
+from tailguard.algorithm.rollout import Rollout, act_and_step, collect
 from tailguard.algorithm.runtime import detached
 from tailguard.algorithm.saving import capture, restore
 from tailguard.algorithm.update import critic_minibatch_loss
@@ -63,58 +66,203 @@ def window(learner: PathwiseLearner) -> tuple[Any, Any, Any, Tensor]:
 
 
 @torch.no_grad()
-def replayed(learner: PathwiseLearner, worth: Any) -> float:
-    """The objective of the window that starts where the learner stands, without gradients, in the same market."""
+def replay(learner: PathwiseLearner, noise: Tensor) -> Rollout:
+    """The window that starts where the learner stands, without gradients, in the same market."""
     env, rollout_state = learner.env, learner.state.rollout_state
     assert isinstance(env, tg.TradingEnv)
     assert rollout_state is not None
     kept, stream = env.state, env.generator.get_state()
-    noise = torch.zeros(learner.config.n_steps, env.num_envs, 1)
     rollout, _ = collect(
         learner.policy, env, rollout_state, learner.observation_scale(), learner.config.n_steps, learner.generator,
         act_and_step, noise=noise,
     )  # fmt: skip
     env.state = kept
     env.generator.set_state(stream)
-    earned = (discounts(rollout.ended, learner.config.gamma) * rollout.rewards).double().sum(0).mean()
-    return float(earned + worth(rollout))
+    return rollout
 
 
-def nothing_to_come(_: Any) -> float:
-    return 0.0
+def earned(learner: PathwiseLearner, rollout: Rollout) -> Tensor:
+    """Discounted rewards of a window, mean over the accounts."""
+    return (discounts(rollout.ended, learner.config.gamma) * rollout.rewards).double().sum(0).mean()
+
+
+def trace(learner: PathwiseLearner) -> tuple[Rollout, Tensor]:
+    """The window of `replay` with its gradient, and its noise; the learner stays where it is."""
+    learner.state.rollout_state = start = learner._begin()
+    assert isinstance(learner.env, tg.TradingEnv)
+    env_state, stream = learner.env.state, learner.env.generator.get_state()
+    noise = learner._noise()
+    traced = learner._act(noise)
+    learner.state.rollout_state, learner.env.state = start, env_state
+    learner.env.generator.set_state(stream)
+    return traced, noise.detach()
+
+
+def difference(
+    learner: PathwiseLearner, noise: Tensor, parameter: Tensor, index: tuple[int, ...], f: Callable[[Rollout], float]
+) -> float:
+    """Central difference of f of the window in one weight."""
+    step, sides = 2e-3, []
+    for sign in (1, -1):
+        parameter.data[index] += sign * step
+        sides.append(float(f(replay(learner, noise))))
+        parameter.data[index] -= sign * step
+    return (sides[0] - sides[1]) / (2 * step)
+
+
+def shake(learner: PathwiseLearner, bias: float = 0.4) -> None:
+    """Weights of a policy that follows what it sees, and of critics that do."""
+    torch.manual_seed(1)
+    for trunk in learner.policy.trunks:
+        for parameter in trunk.parameters():
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    head = learner.policy.action_head.linear
+    head.weight.data += 0.3 * torch.randn_like(head.weight)
+    head.bias.data.fill_(bias)
+    for parameter in learner.policy.critics.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
 
 
 @pytest.mark.parametrize("n_steps", [1, 8, 32])
 def test_the_policys_gradient_is_that_of_finite_differences(bars: tg.Bars, n_steps: int) -> None:
     """With respect to the last layer's bias and to a recurrent weight, through costs, positions, account and memory."""
     learner = make(bars, n_steps=n_steps, critic_epochs=0, env={"num_envs": 64, "dtype": torch.float64})
-    torch.manual_seed(1)
-    for parameter in learner.policy.trunks[0].parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    learner.policy.action_head.linear.weight.data += 0.3 * torch.randn_like(learner.policy.action_head.linear.weight)
-    learner.policy.action_head.linear.bias.data.fill_(0.4)
-    learner.state.rollout_state = learner._begin()
-    env_state, stream = learner.env.state, learner.env.generator.get_state()
-    traced = learner._act(learner._noise())
-    learner.env.generator.set_state(stream)
-    learner.env.state, learner.state.rollout_state = env_state, learner._begin()
-    learner.env.generator.set_state(stream)
-    learner.env.state = env_state
+    shake(learner)
+    traced, noise = trace(learner)
     objective, _ = learner._objective(traced, (), torch.zeros(0))
     bias, recurrent = learner.policy.action_head.linear.bias, learner.policy.trunks[0].memory.cells[0].weight_hh
     for parameter, index in ((bias, (0,)), (recurrent, (7, 2))):
         (found,) = torch.autograd.grad(objective, parameter, retain_graph=True)
-        step, sides = 2e-3, []
-        for sign in (1, -1):
-            parameter.data[index] += sign * step
-            sides.append(replayed(learner, nothing_to_come))
-            parameter.data[index] -= sign * step
-        expected = (sides[0] - sides[1]) / (2 * step)
+        expected = difference(learner, noise, parameter, index, lambda rollout: earned(learner, rollout))
         if n_steps == 1 and parameter is recurrent:
             assert float(found[index]) == pytest.approx(expected, abs=1e-9)  # an empty memory has nothing to weigh
             continue
         assert abs(expected) > 1e-7
         assert float(found[index]) == pytest.approx(expected, rel=0.01)
+
+
+def test_noise_that_is_part_of_the_action_has_the_slope_of_finite_differences(bars: tg.Bars) -> None:
+    """The same noise, a spread that is a little larger or smaller: the reward's slope in log σ, and in the mean."""
+    learner = make(
+        bars, n_steps=8, critic_epochs=0, stochastic=True, env={"num_envs": 64, "dtype": torch.float64}
+    )  # fmt: skip
+    shake(learner)
+    traced, noise = trace(learner)
+    assert float(noise.abs().min()) > 0
+    head = learner.policy.action_head
+    objective, _ = learner._objective(traced, (), torch.zeros(0))
+    for parameter in (head.free_log_std, head.linear.bias):
+        (found,) = torch.autograd.grad(objective, parameter, retain_graph=True)
+        expected = difference(learner, noise, parameter, (0,), lambda rollout: earned(learner, rollout))
+        assert abs(expected) > 1e-5
+        assert float(found[0]) == pytest.approx(expected, rel=0.01)
+
+
+CRITICS: dict[str, dict[str, Any]] = {
+    "scalar": {"critic": "scalar"},
+    "quantile": {"critic": "quantile", "baseline": "distribution"},
+    "categorical": {"critic": "categorical", "baseline": "distribution"},
+    "twins, lower": {"critic": "quantile", "twin_critics": True, "twin_mode": "min"},
+    "twins, mean": {"critic": "quantile", "twin_critics": True, "twin_mode": "mean"},
+    "shared memory": {"memory": "shared", "critic": "scalar"},
+    "no memory": {"memory": "none", "critic": "scalar"},
+}
+
+
+@pytest.mark.parametrize("options", CRITICS.values(), ids=CRITICS)
+def test_the_value_of_a_windows_end_has_the_slope_of_finite_differences(bars: tg.Bars, options: dict[str, Any]) -> None:
+    """What a critic says of the account's state at the end, from the memory it has of the window as it was: differences
+    move the account, and not what the critic remembers. Episodes of 32 bars end inside the windows of 12, too."""
+    learner = make(bars, n_steps=12, **options, env={"num_envs": 64, "dtype": torch.float64})
+    shake(learner)
+    traced, noise = trace(learner)
+    assert traced.truncated[:-1].any()
+    rollout, config = detached(traced), learner.config
+    learner.return_moments.std.fill_(1.0)
+
+    def views(final_obs: Tensor) -> Any:
+        return evaluate_critics(learner.policy, rollout, learner.return_moments, config.estimates, final_obs)[0]
+
+    def to_come(moved: Rollout) -> float:
+        """Σ γ^k·V of every episode that ends by time, and of those that the window cuts."""
+        values = final_values(views(moved.scale(moved.final_obs)), config.twin_mode).double()
+        total, rows = 0.0, list(moved.final_rows)
+        for account in range(moved.rewards.shape[1]):
+            power = 1.0
+            for row in range(len(moved.rewards)):
+                power *= config.gamma
+                cut = row == len(moved.rewards) - 1 and not moved.terminated[row, account]
+                if moved.truncated[row, account] or cut:
+                    total += power * float(values[rows.index(row), account])
+                power = 1.0 if moved.ended[row, account] else power
+        return total / moved.rewards.shape[1]
+
+    final_obs = rollout.scale(rollout.final_obs).requires_grad_()
+    objective, metrics = learner._objective(traced, views(final_obs), final_obs)
+    assert float(metrics["pathwise/to_come"]) == pytest.approx(to_come(rollout), rel=1e-4)
+    bias = learner.policy.action_head.linear.bias
+    (whole,) = torch.autograd.grad(objective, bias, retain_graph=True)
+    (window_alone,) = torch.autograd.grad(earned(learner, traced), bias, retain_graph=True)
+    expected = difference(learner, noise, bias, (0,), to_come)
+    assert abs(expected) > 1e-3
+    assert float(whole - window_alone) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_time_limit_keeps_the_value_of_its_state_and_ruin_has_none() -> None:
+    """A critic of our own making, V = 1.5·(weight) − 0.7·(P&L) + 2, on windows of 9 bars. Episodes of 7 end in them,
+    and accounts at five times leverage are liquidated, inside the window and in its last row."""
+    rows, draw = 400, np.random.default_rng(0)
+    close = 100 * np.cumprod(1 + np.where(draw.random(rows) < 0.06, -0.3, 0.003))
+    opened = np.concatenate([[100.0], close[:-1]])
+    column = {name: value.reshape(-1, 1) for name, value in {
+        "open": opened, "close": close, "high": np.maximum(opened, close), "low": np.minimum(opened, close),
+    }.items()}  # fmt: skip
+    panel = Panel(
+        time=1_609_459_200_000 + 3_600_000 * np.arange(rows, dtype=np.int64), **column, volume=np.full((rows, 1), 1e9),
+        segment=np.zeros(rows, np.int32), tradeable=np.ones(rows, bool), symbols=("CRASH",), frequency_ms=3_600_000,
+    )  # fmt: skip
+    names = ("nothing",)
+    scaler = Scaler(names, ("none",), np.zeros(1), np.ones(1))
+    prepared = PreparedBars(panel, np.zeros((rows, 1), np.float32), names, np.ones(rows, bool), scaler)
+    env = tg.TradingEnv(prepared, tg.MarketConfig(leverage=5.0), num_envs=256, episode_length=7, reward="pnl")
+    learner = PathwiseLearner(
+        env, n_steps=9, critic_epochs=1, memory="none", hidden=(), critic="scalar", normalise_observations=False
+    )
+    head, seen = learner.policy.critics[0].value.layer, env.task.observation_names
+    head.weight.data.zero_()
+    head.bias.data.fill_(2.0)
+    head.weight.data[0, seen.index("weight")], head.weight.data[0, seen.index("pnl")] = 1.5, -0.7
+    learner.policy.action_head.linear.bias.data.fill_(1.0)
+    traced, _ = trace(learner)
+    rollout = detached(traced)
+    terminated, truncated = rollout.terminated.numpy(), rollout.truncated.numpy()
+    assert terminated[-1].any()
+    assert terminated[:-1].any()
+    assert truncated[:-1].any()
+    assert not (terminated[-1] | truncated[-1]).all()
+    learner.return_moments.started = True
+    final_obs = rollout.scale(rollout.final_obs).requires_grad_()
+    views, _ = evaluate_critics(learner.policy, rollout, learner.return_moments, learner.config.estimates, final_obs)
+    objective, metrics = learner._objective(traced, views, final_obs)
+
+    expected, gamma, where = torch.zeros(()), learner.config.gamma, list(rollout.final_rows)
+    for account in range(256):
+        power = 1.0
+        for row in range(9):
+            expected = expected + power * traced.rewards[row, account] / 256
+            power *= gamma
+            if truncated[row, account] or (row == 8 and not terminated[row, account]):
+                after = traced.final_obs[where.index(row), account]
+                value = 1.5 * after[seen.index("weight")] - 0.7 * after[seen.index("pnl")] + 2.0
+                expected = expected + power * value / 256
+            if terminated[row, account] or truncated[row, account]:
+                power = 1.0
+    found = float(metrics["pathwise/earned"] + metrics["pathwise/to_come"])
+    assert found == pytest.approx(float(expected.detach()), rel=1e-5)
+    bias = learner.policy.action_head.linear.bias
+    (wanted,) = torch.autograd.grad(expected, bias, retain_graph=True)
+    (slope,) = torch.autograd.grad(objective, bias)
+    assert float(slope) == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(bars: tg.Bars) -> None:
@@ -137,15 +285,15 @@ def test_the_end_of_a_window_is_worth_what_the_critic_says_and_its_slope_counts(
     objective, metrics = learner._objective(traced, views, final_obs)
     scale = learner.observation_scale()
     bias = learner.policy.action_head.linear.bias
-    earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
+    reward = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
     last = scale(traced.final_obs[-1])
     value = 3.0 * last[:, names.index("weight")] - 2.0 * last[:, names.index("pnl")] + 0.5
-    expected = earned + 0.99**4 * value.mean()
+    expected = reward + 0.99**4 * value.mean()
     assert float(metrics["pathwise/earned"] + metrics["pathwise/to_come"]) == pytest.approx(
         float(expected.detach()), rel=1e-5
     )
     (wanted,) = torch.autograd.grad(expected, bias, retain_graph=True)
-    (without,) = torch.autograd.grad(earned, bias, retain_graph=True)
+    (without,) = torch.autograd.grad(reward, bias, retain_graph=True)
     (found,) = torch.autograd.grad(objective, bias, retain_graph=True)
     assert float(found) == pytest.approx(float(wanted), rel=1e-4)
     assert abs(float(wanted) - float(without)) > 0.1 * abs(float(wanted))
@@ -175,8 +323,11 @@ def test_no_reward_reaches_an_action_of_the_episode_before(bars: tg.Bars) -> Non
 
 
 def groups_of(learner: PathwiseLearner) -> dict[str, list[Tensor]]:
-    agent = learner.policy
-    found = {f"trunk {index}": list(trunk.parameters()) for index, trunk in enumerate(agent.each_trunk())}
+    agent, found = learner.policy, dict[str, list[Tensor]]()
+    for index, trunk in enumerate(agent.each_trunk()):
+        found |= {f"encoder {index}": list(trunk.encoder.parameters())}
+        found |= {f"memory {index}": list(trunk.memory.parameters())} if agent.is_recurrent else {}
+    assert sum(map(len, found.values())) == sum(len(list(trunk.parameters())) for trunk in agent.each_trunk())
     found["mean"] = list(agent.action_head.linear.parameters())
     found["deviation"] = [agent.action_head.free_log_std]  # type: ignore[list-item]
     for index, critic in enumerate(agent.each_critic()):
@@ -202,21 +353,22 @@ def test_every_term_reaches_exactly_its_parts(bars: tg.Bars, memory: str, critic
     for _ in range(3):
         learner.iterate()
     traced, views, final_obs, _ = window(learner)
-    earned = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
+    reward = (discounts(traced.ended, 0.99) * traced.rewards).sum(0).mean()
     assert learner.risk is not None
     cost = learner.risk.costs(traced).sum(0).mean()
     objective, _ = learner._objective(traced, views, final_obs)
-    policy = {"trunk 0", "mean"}
-    assert reached(learner, earned) == policy
+    parts = ("encoder",) if memory == "none" else ("encoder", "memory")
+    policy = {"mean", *(f"{part} 0" for part in parts)}
+    assert reached(learner, reward) == policy
     assert reached(learner, cost) == policy
     assert reached(learner, objective) == policy
     learner.iterate()
     batch = learner._learn_policy().prepared.batch
     batch = batch if memory != "none" else batch.rows_as_sequences()
     found = critic_minibatch_loss(learner.policy, batch, learner.config, batch.weights.sum())
-    trunk = "trunk 0" if memory == "shared" else "trunk 1"
+    trunk = {f"{part} {0 if memory == 'shared' else 1}" for part in parts}
     for term in found.terms.values():
-        assert reached(learner, term) == {trunk, "critic 0", "critic 1"}
+        assert reached(learner, term) == trunk | {"critic 0", "critic 1"}
     assert set(found.terms) == ({"value"} if critic == "scalar" else {"value", "distribution"})
 
 
@@ -308,6 +460,69 @@ def test_whole_episodes_have_the_tails_exact_gradient() -> None:
     # The cost is (L − ν)₊/α in units of the limit, 1 here. ES = ν + E[(L − ν)₊]/α is flat in ν at the VaR, so its slope
     # in w is that of the cost.
     assert float(found) / slope_of_weight == pytest.approx(0.36254, rel=0.03)
+
+
+def under_budget(bars: tg.Bars, measure: Any, n_steps: int) -> tuple[Any, Rollout, Tensor]:
+    """A learner with a filled window of outcomes, what it traces next, and the noise; episodes begin together."""
+    risk = tg.RiskConfig(penalty=1.0, alpha=0.3, window=256, measure=measure)
+    sizes = {"num_envs": 256, "dtype": torch.float64, "stagger": None}
+    learner = make(bars, risk, n_steps=n_steps, critic_epochs=0, env=sizes)
+    shake(learner, bias=0.8)
+    return learner, *trace(learner)
+
+
+@pytest.mark.parametrize("measure", ["episode", "drawdown", "bar"])
+def test_a_budgets_cost_has_the_slope_of_finite_differences(bars: tg.Bars, measure: Any) -> None:
+    """Whole episodes: the cost is (L − ν)₊/α of what an episode, its deepest fall or a bar lost, with ν as it is."""
+    learner, traced, noise = under_budget(bars, measure, n_steps=32)
+    with torch.no_grad():
+        learner.risk.costs(detached(traced))  # ν is that of these outcomes
+    cost = learner.risk.costs(traced).sum(0).mean()
+    threshold = float(learner.risk.constraint.threshold)
+
+    def lost(rollout: Rollout) -> float:
+        if measure == "bar":
+            losses = -rollout.outcome["net"].double().numpy()
+        elif measure == "drawdown":
+            losses = (-rollout.outcome["drawdown"].double()).numpy().max(axis=0)
+        else:
+            losses = -rollout.outcome["pnl"][-1].double().numpy()
+        return float(np.maximum(losses - threshold, 0.0).mean() / 0.3)
+
+    bias = learner.policy.action_head.linear.bias
+    if measure != "episode":  # there the cost that is expected at the start is subtracted, a constant
+        assert float(cost.detach()) == pytest.approx(lost(detached(traced)), rel=1e-4)
+    (found,) = torch.autograd.grad(cost, bias)
+    expected = difference(learner, noise, bias, (0,), lost)
+    assert abs(expected) > 1e-4
+    assert float(found) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_cost_of_a_window_within_an_episode_has_the_slope_of_finite_differences(bars: tg.Bars) -> None:
+    """After 8 of 32 bars the cost is the expected excess at the end, were the 24 bars to come normal ones, by SciPy's
+    distribution; ν and the moments of a bar's change stay as they are."""
+    learner, _, _ = under_budget(bars, "episode", n_steps=8)
+    for _ in range(4):  # whole episodes, so that there are outcomes
+        learner.iterate()
+    traced, noise = trace(learner)
+    risk = learner.risk
+    cost = risk.costs(traced).sum(0).mean()
+    threshold, mean, deviation = (
+        float(one) for one in (risk.constraint.threshold, risk.changes.mean, risk.changes.std)
+    )
+    assert deviation > 0
+
+    def owed(rollout: Rollout) -> float:
+        distance = -rollout.outcome["pnl"][-1].double().numpy() + 24 * mean - threshold
+        spread = 24**0.5 * deviation
+        law = stats.norm(distance, spread)
+        return float((distance * law.sf(0) + spread**2 * law.pdf(0)).mean() / 0.3)
+
+    bias = learner.policy.action_head.linear.bias
+    (found,) = torch.autograd.grad(cost, bias)
+    expected = difference(learner, noise, bias, (0,), owed)
+    assert abs(expected) > 1e-4
+    assert float(found) == pytest.approx(expected, rel=0.01)
 
 
 def one_bet(seed: int) -> tuple[float, float]:
@@ -495,7 +710,7 @@ def test_settings_that_cannot_act_are_refused(bars: tg.Bars) -> None:
 
 def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     """The gradient of an episode's tail is exact only through all of its bars; nothing of it comes after them."""
-    whole = make(bars, BUDGET, n_steps=0, critic_epochs=None)
+    whole = make(bars, BUDGET, n_steps=0, critic_epochs=None, env={"stagger": None})
     assert (whole.config.n_steps, whole.config.critic_epochs) == (32, 0)
     whole.iterate()
     assert whole.num_timesteps == 32 * 16
@@ -507,6 +722,23 @@ def test_a_budget_on_episodes_learns_from_whole_ones(bars: tg.Bars) -> None:
     assert PathwiseConfig().completed(BUDGET, 1).n_steps == 16
     given = make(bars, BUDGET, n_steps=8, critic_epochs=2)
     assert (given.config.n_steps, given.config.critic_epochs) == (8, 2)
+
+
+def test_whole_episodes_that_do_not_begin_with_their_window_are_warned_of(bars: tg.Bars) -> None:
+    """With a stagger of 8, a quarter of the windows of 32 bars begin with an episode of 32."""
+    with pytest.warns(UserWarning, match=r"stagger=8 begins most episodes inside one"):
+        cut = make(bars, BUDGET, n_steps=0, env={"num_envs": 256})
+    for _ in range(2):  # where learning begins, every account's memory does
+        cut.iterate()
+    assert float(cut.snapshot.rollout.episode_start[0].float().mean()) == pytest.approx(0.25, abs=0.08)
+    on_bars = tg.RiskConfig(limit=-0.01, alpha=0.5, measure="bar")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        whole = make(bars, BUDGET, n_steps=0, env={"stagger": None})
+        for options in ({"n_steps": 8}, {"n_steps": 32, "risk": None}, {"n_steps": 32, "risk": on_bars}):
+            make(bars, **({"risk": BUDGET} | options))
+    whole.iterate()
+    assert whole.snapshot.rollout.episode_start[0].all()
 
 
 def test_a_window_that_is_not_finite_stops_the_run_or_is_left_out(bars: tg.Bars) -> None:

@@ -65,6 +65,19 @@ def _torch_categoricals(parameters: Tensor, sizes: tuple[int, ...]) -> list[D.Ca
 # Gaussian
 
 
+def test_actions_at_their_bounds_are_those_without_a_slope() -> None:
+    """A squashed one within 1 % of the half-width, where the slope is below 2 % of its largest; a clipped one beyond
+    the box. Actions that nothing bounds never are."""
+    raw = torch.linspace(-8.0, 8.0, 1601, dtype=torch.float64).unsqueeze(1).expand(-1, 3)
+    squashed = _gaussian().at_bounds(raw)
+    assert torch.equal(squashed, raw.tanh().abs() >= 0.99)
+    slope = 1 - raw.tanh() ** 2
+    assert bool((squashed == (slope <= 1 - 0.99**2)).all())
+    clipped = _gaussian(squash=False).at_bounds(raw)
+    assert torch.equal(clipped, (raw <= BOX.low) | (raw >= BOX.high))
+    assert not GaussianHead(FEATURES, UNBOUNDED, squash=False).at_bounds(raw).any()
+
+
 @pytest.mark.parametrize("squash", [True, False])
 def test_gaussian_log_prob_is_the_density_of_the_raw_action(squash: bool) -> None:
     head, parameters = _gaussian(squash), _gaussian_parameters(1, 4, 5)

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 import tailguard as tg
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import Box, Step
-from tailguard.monitor.health import EVERY_RULE, HealthMonitor, Rule, quantile_crossing, risk_infeasible
+from tailguard.monitor.health import (
+    EVERY_RULE,
+    HealthMonitor,
+    Rule,
+    gradient_exploding,
+    quantile_crossing,
+    risk_infeasible,
+)
 
 SMALL: dict[str, Any] = {
     "n_steps": 8,
@@ -435,8 +442,8 @@ def test_an_agent_that_has_stopped_learning_says_so() -> None:
 # --- gradients through the market ------------------------------------------------------------------------------------
 
 
-def through_the_market(bars: Any, **options: Any) -> tg.PathwiseLearner:
-    env = tg.TradingEnv(bars, num_envs=32, episode_length=32, stagger=8)
+def through_the_market(bars: Any, market: tg.MarketConfig | None = None, **options: Any) -> tg.PathwiseLearner:
+    env = tg.TradingEnv(bars, market, num_envs=32, episode_length=32, stagger=8)
     settings: dict[str, Any] = {"n_steps": 8, "minibatch_size": 64, "hidden": (8,), "lstm_size": 8, "quantiles": 8}
     return tg.PathwiseLearner(env, **(settings | options))
 
@@ -503,3 +510,33 @@ def test_a_policy_at_its_bounds(bars: Any) -> None:
     metrics = run(learner, 11)
     assert metrics["pathwise/saturated"] == 1.0
     assert "policy_saturated" in raised(learner)
+
+
+def test_a_clipped_policy_beyond_its_box(bars: Any) -> None:
+    """A raw action of 1.5, clipped to 1, does not move at all; one of 0.995 moves freely."""
+    learner = through_the_market(bars, squash=False, learning_rate=1e-6)
+    learner.policy.action_head.linear.bias.data.fill_(0.995)  # type: ignore[operator, union-attr]
+    learner.policy.action_head.linear.weight.data.zero_()  # type: ignore[operator, union-attr]
+    metrics = run(learner, 1)
+    assert metrics["pathwise/saturated"] == 0.0
+    assert metrics["train/grad_norm"] > 0
+    learner.policy.action_head.linear.bias.data.fill_(1.5)  # type: ignore[operator, union-attr]
+    metrics = run(learner, 12)
+    assert metrics["pathwise/saturated"] == 1.0
+    assert metrics["train/grad_norm"] == 0
+    assert {"policy_saturated", "gradient_vanished"} <= set(raised(learner))
+
+
+def test_orders_that_are_all_beyond_the_volume_cap(bars: Any) -> None:
+    """An account of 100 billion, whatever it orders, trades the cap: no order has a slope in its target.
+
+    The first gradient after that is not an explosion.
+    """
+    learner = through_the_market(bars, tg.MarketConfig(capital=1e11))
+    norms = [learner.iterate()["train/grad_norm"] for _ in range(14)]
+    assert sum(norm == 0 for norm in norms) >= 8  # now and then one order is small enough
+    (alarm,) = learner.alarms
+    assert alarm.name == "gradient_vanished"
+    assert re.search(r"Orders of 0\.\d+ of equity a bar are not filled .* 0 % of the actions are at", alarm.what)
+    assert gradient_exploding({"train/grad_norm": 12.0}, {"train/grad_norm": [0.0] * 20}) is None
+    assert gradient_exploding({"train/grad_norm": 12.0}, {"train/grad_norm": [0.1] * 20}) is not None

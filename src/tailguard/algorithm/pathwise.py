@@ -13,6 +13,7 @@ of their tail exactly: ∇ES_α = −E[∇R | R ≤ VaR_α].
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +36,13 @@ from tailguard.algorithm.updates import CriticUpdates
 from tailguard.envs.adapt import as_vector_env, episode_length_of
 from tailguard.envs.protocol import Box
 from tailguard.errors import ConfigError
+from tailguard.models.actions import GaussianHead
 
 if TYPE_CHECKING:
+    from tailguard.algorithm.risk_budget import RiskBudget
     from tailguard.envs.protocol import VectorEnv
     from tailguard.risk.config import RiskConfig
     from tailguard.robust.config import RobustConfig
-
-SATURATED = 0.99
-"""A squashed action this near to its bound has almost no gradient."""
 
 
 class PathwiseLearner(Learner):
@@ -98,6 +98,8 @@ class PathwiseLearner(Learner):
             verbose=verbose,
             tensorboard_log=tensorboard_log,
         )
+        if self.risk is not None:
+            warn_of_cut_episodes(accounts, chosen.n_steps, self.risk)
         smooths_critics = self.smoothness is not None and self.robust.critic_coef > 0
         self.updates = CriticUpdates(self.context, chosen, self.smoothness if smooths_critics else None)
         self.set_hyper()
@@ -227,6 +229,12 @@ class PathwiseLearner(Learner):
             objective = self.risk.constraint.combine(objective, cost)
         return objective, metrics
 
+    def _saturated(self, raw: Tensor) -> Tensor:
+        """Share of the actions that can hardly move."""
+        head = self.policy.action_head
+        assert isinstance(head, GaussianHead)  # other actions are refused
+        return head.at_bounds(raw).float().mean()
+
     def _step(self, objective: Tensor, rollout: Rollout, noise: Tensor) -> dict[str, Tensor]:
         """One optimiser step up the gradient of the objective; returns metrics of the gradient through time."""
         loss = -objective
@@ -257,6 +265,7 @@ class PathwiseLearner(Learner):
             metrics
             | {"pathwise/loss": loss.detach()}
             | _through_time(rollout, noise, stochastic=self.config.stochastic)
+            | {"pathwise/saturated": self._saturated(rollout.actions.detach())}
         )
 
 
@@ -295,7 +304,7 @@ def _bootstrapped(rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[str, Tensor]:
-    """How the gradient reaches the actions of the window, first to last, and how many of them can still move.
+    """How the gradient reaches the actions of the window, first to last.
 
     A stochastic action is its mean plus σ times its noise, so the noise's gradient over σ is the action's.
     """
@@ -306,7 +315,6 @@ def _through_time(rollout: Rollout, noise: Tensor, *, stochastic: bool) -> dict[
         "pathwise/slope_first": slopes[0],
         "pathwise/slope_last": slopes[-1],
         "pathwise/slope_ratio": slopes.max() / slopes[-1].clamp(min=1e-30),
-        "pathwise/saturated": (torch.tanh(rollout.actions).abs() > SATURATED).float().mean(),
     }
     return {name: value.detach() for name, value in metrics.items()}
 
@@ -318,6 +326,18 @@ def check_robust(robust: RobustConfig | None, *, has_critics: bool) -> None:
             f"robust.critic_coef: {robust.critic_coef:g} smooths the critics, and pathwise has none here; "
             "set it to 0, or pathwise.critic_epochs to 1 or more"
         )
+
+
+def warn_of_cut_episodes(env: VectorEnv, n_steps: int, risk: RiskBudget) -> None:
+    """Warn where windows are as long as episodes, but do not begin with them."""
+    length, stagger = risk.horizon, getattr(env, "stagger", None)
+    if risk.config.measure == "bar" or n_steps % length or stagger is None or length // stagger <= 1:
+        return
+    warnings.warn(
+        f"a window is as long as an episode, {length} bars, but stagger={stagger} begins most episodes inside one: the "
+        "gradient of their tail then goes through a part of each only. Leave the environment's stagger out",
+        stacklevel=3,
+    )
 
 
 # --- where it is true -----------------------------------------------------------------------------------------------

@@ -30,6 +30,9 @@ BOUND_MARGIN = 1e-3
 distance. The bounds themselves are at infinity before squashing; cloning them would drive the mean there. At 1e-3 the
 target is atanh(0.999) = 3.8 and the action is off by at most 0.1 % of the half-width."""
 
+AT_BOUND = 0.01
+"""A squashed action that is nearer to a bound than this share of the half-width has a slope below 0.02."""
+
 QUADRATURE_NODES = 32
 QUADRATURE_RANGE = 5.5
 """Nodes of the squashed entropy's quadrature and their range in standard deviations."""
@@ -262,6 +265,15 @@ class GaussianHead(ActionHead):
             return action
         limit = 1.0 - BOUND_MARGIN
         return torch.atanh(((action - self._centre) / self._half_width).clamp(-limit, limit))
+
+    def at_bounds(self, raw: Tensor) -> Tensor:
+        """Where the environment's action hardly moves with the raw one, bool like `raw`.
+
+        A tanh flattens as it comes near a bound; a clipped action moves freely until it is there.
+        """
+        action = self.to_env(raw)
+        margin = AT_BOUND * self._half_width if self.squash else torch.zeros_like(self.low)
+        return (action <= self.low + margin) | (action >= self.high - margin)
 
     @property
     def _log_half_width(self) -> Tensor:

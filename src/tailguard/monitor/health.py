@@ -155,13 +155,34 @@ def gradient_exploding(metrics: Metrics, past: Past) -> str | None:
     before = past.get("train/grad_norm", ())
     norm = _value(metrics, "train/grad_norm")
     usual = statistics.median(before) if len(before) >= 5 else math.inf
-    return f"the gradient norm is {norm:.1e}; its recent median is {usual:.1e}." if norm > 100 * usual else None
+    # Where there was no gradient at all, any is a multiple of it: that is `gradient_vanished`.
+    if not (usual > 0 and norm > 100 * usual):
+        return None
+    return f"the gradient norm is {norm:.1e}; its recent median is {usual:.1e}."
+
+
+def gradient_vanished(metrics: Metrics, past: Past) -> str | None:
+    """No gradient at any action of a window, in this iteration and in most of the recent ones.
+
+    Not in a row: now and then an account's order is small enough to have one.
+    """
+    # The largest of all bars over the last one's: 0 where none of them has any.
+    before = past.get("pathwise/slope_ratio", ())
+    if not (_value(metrics, "pathwise/slope_ratio") == 0 and len(before) >= 10 and statistics.median(before) == 0):
+        return None
+    unfilled, traded = _value(metrics, "data/unfilled"), _value(metrics, "data/turnover")
+    return (
+        "no gradient reaches any action of a window, so the policy does not learn. Orders of "
+        f"{unfilled:.2g} of equity a bar are not filled and {traded:.1e} are; "
+        f"{100 * _value(metrics, 'pathwise/saturated'):.0f} % of the actions are at their bounds."
+    )
 
 
 def gradient_through_time(metrics: Metrics, past: Past) -> str | None:  # noqa: ARG001
     """A gradient that grows a thousandfold during backpropagation through a window."""
     ratio = _value(metrics, "pathwise/slope_ratio")
-    if not ratio > 1000:
+    # Over a last action that has no slope at all, the ratio says nothing.
+    if not (ratio > 1000 and _value(metrics, "pathwise/slope_last") > 0):
         return None
     return f"the gradient grows by a factor of {ratio:,.0f} during backpropagation through a window of the market."
 
@@ -365,6 +386,13 @@ RULES: tuple[Rule, ...] = (
         "gradient_through_time",
         gradient_through_time,
         "positions or an LSTM that amplify small changes bar by bar. Lower pathwise.n_steps or pathwise.learning_rate.",
+    ),
+    Rule(
+        "gradient_vanished",
+        gradient_vanished,
+        "orders beyond the volume cap (lower market.capital or raise market.participation), or a policy at its bounds.",
+        patience=1,
+        remembers=("pathwise/slope_ratio",),
     ),
     Rule(
         "policy_saturated",
