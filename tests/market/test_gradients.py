@@ -7,14 +7,16 @@ must be one of those beside it, or between them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tailguard.data.panel import Panel
-from tailguard.envs.episodes import TradingTask
+from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask
 from tailguard.envs.shield import Shield
 from tailguard.market import Market, MarketConfig, MarketState, build_market, open_accounts, step
 
@@ -234,41 +236,89 @@ def _difference(f: Callable[[torch.Tensor], torch.Tensor], at: float) -> float:
     return float(f(up) - f(down)) / (2 * STEP)
 
 
-def test_what_the_gradient_leaves_out_of_liquidation_is_small_and_known(hand_panel: PanelMaker) -> None:
-    """Mean growth over falls of 0 to 40 %: the gradient has the accounts that survive, not the others."""
+@pytest.mark.parametrize(
+    ("reward", "fee", "share"),
+    [("simple", 0.0, 1.026), ("simple", 0.005, 0.970), ("log", 0.0, 1.343), ("log", 0.005, 0.886)],
+)
+def test_what_the_gradient_leaves_out_of_liquidation_is_known(
+    hand_panel: PanelMaker, reward: str, fee: float, share: float
+) -> None:
+    """Mean reward over falls f of 0 to 40 % at a weight w of four: the gradient has the accounts that survive, and so
+    `share` of the truth.
+
+    Margin is gone at a fall with 1 − w·f = 0.005·w·(1 − f). Whatever the rest of the fall, the forced close leaves
+    (0.005 − fee)·w·(1 − f), at least the floor of 1 % where the reward is a log.
+    """
     falls = torch.linspace(0.0, 0.4, 4001, dtype=torch.float64)
     closes = (100 * (1 - falls)).tolist()
-    opens = [100.0] * len(closes)
-    panel = hand_panel(opens, close=closes, low=closes)
-    market = build_market(panel, MarketConfig(**(FREE | {"leverage": 5.0, "maintenance_margin": 0.005})),
-                          dtype=torch.float64)  # fmt: skip
+    panel = hand_panel([100.0] * len(closes), close=closes, low=closes)
+    config = MarketConfig(**(FREE | {"leverage": 5.0, "maintenance_margin": 0.005, "liquidation_fee": fee}))
+    market = build_market(panel, config, dtype=torch.float64)
     rows = torch.arange(len(closes) - 1)
 
-    def growth(target: torch.Tensor) -> torch.Tensor:
+    def mean_reward(target: torch.Tensor) -> torch.Tensor:
         state = open_accounts(rows, 1, torch.float64)
-        return step(market, state, target.expand(len(rows), 1))[1].net.mean()
+        net = step(market, state, target.expand(len(rows), 1))[1].net
+        return net.mean() if reward == "simple" else torch.log1p(net.clamp(min=GROWTH_FLOOR - 1)).mean()
 
-    x = torch.tensor(4.0, dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(growth(x.reshape(1, 1)), x)
-    h = 0.05  # wide enough that the set of liquidated accounts changes smoothly
-    true = float(growth(torch.tensor([[4.0 + h]], dtype=torch.float64))) - float(
-        growth(torch.tensor([[4.0 - h]], dtype=torch.float64))
-    )
-    true /= 2 * h
-
-    # Margin is gone at a fall f with 1 − w·f = 0.005·w·(1 − f). There the forced close leaves 0.005·w·(1 − f) = r(w),
-    # whatever the rest of the fall: no gap opens between survivors and liquidated accounts, and what is left out is
-    # r'(w) for the share of accounts that are liquidated.
     def edge(w: float) -> float:
         return (1 - 0.005 * w) / (0.995 * w)
 
-    def remainder(w: float) -> float:
-        return 0.005 * w * (1 - edge(w))
+    def survivors(w: float, end: float) -> float:
+        left = 1 - w * end
+        return -w * end**2 / 2 / 0.4 if reward == "simple" else (-(left * math.log(left) - left + 1) / w) / 0.4
 
-    assert float(found) == pytest.approx(-(edge(4.0) ** 2) / 2 / 0.4, rel=2e-3)
-    left_out = (1 - edge(4.0) / 0.4) * (remainder(4.0 + h) - remainder(4.0 - h)) / (2 * h)
-    assert true - float(found) == pytest.approx(left_out, rel=0.05)
-    assert abs(left_out) < 0.03 * abs(true)
+    def liquidated(w: float) -> float:
+        left = (0.005 - fee) * w * (1 - edge(w))
+        return (1 - edge(w) / 0.4) * (left - 1 if reward == "simple" else math.log(max(left, GROWTH_FLOOR)))
+
+    x = torch.tensor([[4.0]], dtype=torch.float64, requires_grad=True)
+    (found,) = torch.autograd.grad(mean_reward(x), x)
+    h = 1e-5
+    of_survivors = (survivors(4 + h, edge(4.0)) - survivors(4 - h, edge(4.0))) / (2 * h)
+    truth = sum(
+        sign * (survivors(4 + sign * h, edge(4 + sign * h)) + liquidated(4 + sign * h)) / (2 * h) for sign in (1, -1)
+    )
+    assert float(found) == pytest.approx(of_survivors, rel=2e-3)
+    wide = 0.05  # enough that the set of liquidated accounts changes smoothly
+    up, down = (float(mean_reward(torch.tensor([[4.0 + side]], dtype=torch.float64))) for side in (wide, -wide))
+    assert (up - down) / (2 * wide) == pytest.approx(truth, rel=2e-3)
+    assert float(found) / truth == pytest.approx(share, abs=0.005)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cost", [*COSTS, "lots", "forced closes", "caps out of reach"])
+def test_a_step_with_a_gradient_gives_the_same_numbers_bit_by_bit(
+    random_panel: PanelMaker, cost: str, dtype: torch.dtype
+) -> None:
+    """Costs, caps that bind and that do not, lots, and liquidations: what is asked of the graph changes no number."""
+    further: dict[str, dict[str, Any]] = {
+        "lots": {"fee": 0.002, "lot": 7.0, "participation": 0.08},
+        "forced closes": COSTS["everything"] | {"leverage": 100.0, "participation": 1e9, "borrow_rate": 0.0},
+        "caps out of reach": {"fee": 0.002, "participation": 0.08},
+    }
+    config = MarketConfig(**(FREE | (COSTS | further)[cost]))
+    volume = 1e9 if cost == "caps out of reach" else 600.0
+    market = build_market(random_panel(3, BARS + 2, 3, volume=volume, silent=0.0), config, dtype=dtype)
+    targets = random_targets(1, 64, 3, 0.9 * config.leverage).to(dtype)
+    hold = torch.rand(BARS, 64, 3, generator=torch.Generator().manual_seed(2)) < 0.1
+    with_gradient, without = (open_accounts(torch.zeros(64, dtype=torch.int64), 3, dtype) for _ in range(2))
+    liquidated = 0
+    for target, held in zip(targets, hold, strict=True):
+        with_gradient, traced = step(market, with_gradient, target.clone().requires_grad_(), held)
+        with torch.no_grad():
+            without, plain = step(market, without, target, held)
+        assert with_gradient.weights.requires_grad
+        numbers, expected = (vars(state) | vars(books) for state, books in
+                             ((with_gradient, traced), (without, plain)))  # fmt: skip
+        for name, value in (numbers.pop("costs") | numbers).items():
+            assert torch.equal(value, (expected["costs"] | expected)[name]), name
+        liquidated += int(plain.liquidated.sum())
+        # The episode of a liquidated account ends: it begins again with its capital.
+        with_gradient, without = (
+            replace(state, equity=state.equity.masked_fill(plain.liquidated, 1)) for state in (with_gradient, without)
+        )
+    assert (liquidated > 0) == (cost == "forced closes")
 
 
 @pytest.mark.parametrize("reward", ["log", "simple", "pnl"])
