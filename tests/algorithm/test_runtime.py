@@ -30,6 +30,7 @@ from tailguard.envs.trading import TradingEnv
 from tailguard.errors import ConfigError
 from tailguard.optim.config import VGSConfig
 
+BUDGET = tg.RiskConfig(limit=-0.02, alpha=0.5, window=40)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 RICH: dict[str, Any] = {
     "twin_critics": True,
@@ -38,7 +39,7 @@ RICH: dict[str, Any] = {
     "microbatches": 2,
     "optimizer": "upgdw",
     "vgs": VGSConfig(enabled=True, warmup_steps=2),
-    "risk": tg.RiskConfig(limit=-0.02, alpha=0.5, window=40),
+    "risk": BUDGET,
     "extensions": (BehaviourCloning(0.01, beta=1.0),),
 }
 """Nearly everything at once."""
@@ -309,7 +310,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_con
 """Operations that need to know a value before they can go on: item, bool, float, int and shapes that depend on data."""
 FREE_ON_A_CPU = {"may_hold_any"}
 """Functions that look where looking is free, and only there."""
-PARTS = ("_collect", "_prepare", "minibatch", "_reached_kl", "_finish")
+PARTS = ("_collect", "_prepare", "_learn_policy", "minibatch", "_reached_kl", "_finish")
 
 
 class Reads(TorchDispatchMode):
@@ -386,6 +387,43 @@ def test_an_iteration_asks_the_device_for_nothing(
                 metrics = iterate_unrecorded(learner)
         assert metrics["train/n_updates"] >= 1
         assert reads.places == []
+
+
+PATHWISE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "critics": {"critic_epochs": 2, "critic": "quantile", "twin_critics": True, "risk": BUDGET},
+    "whole episodes": {"n_steps": 20, "risk": BUDGET},
+    "noise": {"stochastic": True, "entropy_coef": 0.01, "dropout": 0.2, "memory": "shared"},
+}
+
+
+def through_the_market(
+    bars: Bars, device: str = "cpu", num_envs: int = 6, risk: Any = None, **options: Any
+) -> tg.PathwiseLearner:
+    n_steps = options.get("n_steps", 8)
+    stagger = None if n_steps == 20 else 4
+    env = TradingEnv(bars, num_envs=num_envs, episode_length=20, stagger=stagger, device=device)
+    sizes = {"n_steps": n_steps, "hidden": (8,), "lstm_size": 8, "quantiles": 8, "minibatch_size": 24}
+    return tg.PathwiseLearner(env, risk=risk, **(sizes | options))
+
+
+@pytest.mark.parametrize("options", PATHWISE.values(), ids=PATHWISE)
+def test_a_window_of_the_market_asks_the_device_for_nothing_and_changes_no_number(
+    everything_in: Any, bars: Bars, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    eager, blind = (through_the_market(bars, precision="bfloat16", **options) for _ in range(2))
+    for _ in range(2):
+        expected = eager.iterate()
+    with without_looking(blind):
+        iterate_unrecorded(blind)
+        with counting_reads(monkeypatch) as reads:
+            found = iterate_unrecorded(blind)
+    assert reads.places == []
+    assert found["train/n_updates"] >= 1
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12, nan_ok=True)
+    numbers = everything_in(eager)
+    for name, value in everything_in(blind).items():
+        torch.testing.assert_close(value, numbers[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
 def test_the_counter_sees_what_an_eager_iteration_asks(
@@ -535,6 +573,10 @@ def test_recorded_iterations_are_the_eager_ones(
     Fused kernels round otherwise, and training multiplies that; a wrong minibatch or a stale tensor is far beyond it.
     """
     eager, other = (on_gpu(make_learner, bars, mode, **options) for mode in ("eager", kind))
+    assert_same_way(eager, other, kind, ("train/loss", "train/grad_norm", "rollout/ep_rew_mean"))
+
+
+def assert_same_way(eager: Any, other: Any, kind: str, metrics: tuple[str, ...]) -> None:
     start = [parameter.detach().clone() for parameter in eager.policy.parameters()]
     for _ in range(WARMUP + 4):
         expected, found = eager.iterate(), other.iterate()
@@ -544,8 +586,41 @@ def test_recorded_iterations_are_the_eager_ones(
     gap = max(float((one - two).detach().abs().max()) for one, two in pairs)
     assert gap < 1e-2 * way
     assert found.keys() == expected.keys()
-    for name in ("train/loss", "train/grad_norm", "rollout/ep_rew_mean"):
+    for name in metrics:
         assert found[name] == pytest.approx(expected[name], rel=1e-2, abs=1e-5), name
+
+
+def waits_in(learner: Any) -> list[str]:
+    """Where an iteration waited for the device."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            learner.iterate()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [str(warning.filename) for warning in found if "synchroniz" in str(warning.message)]
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", PATHWISE.values(), ids=PATHWISE)
+@pytest.mark.parametrize("kind", ["compile", "graph"])
+def test_recorded_windows_of_the_market_are_the_eager_ones(bars: Bars, kind: str, options: dict[str, Any]) -> None:
+    """As above, for gradients through the market: forward and backward through time, and the critics' minibatches."""
+    sizes = {"num_envs": 128, "minibatch_size": 512, "precision": "float32"}
+    eager, other = (through_the_market(bars, "cuda", **sizes, **options, runtime=mode) for mode in ("eager", kind))
+    assert_same_way(eager, other, kind, ("pathwise/loss", "train/grad_norm", "pathwise/slope_first"))
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", PATHWISE.values(), ids=PATHWISE)
+def test_a_recorded_window_of_the_market_waits_once(bars: Bars, options: dict[str, Any]) -> None:
+    learner = through_the_market(bars, "cuda", num_envs=128, minibatch_size=512, runtime="graph", **options)
+    for _ in range(WARMUP + 2):
+        learner.iterate()
+    assert len(waits_in(learner)) <= 1
 
 
 @needs_gpu
@@ -555,14 +630,7 @@ def test_a_recorded_iteration_keeps_its_storage_and_waits_once(make_learner: Any
     for _ in range(WARMUP + 2):
         learner.iterate()
     before = places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.rollout_state)]}
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            learner.iterate()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    waits = [str(warning.filename) for warning in found if "synchroniz" in str(warning.message)]
+    waits = waits_in(learner)
     assert len(waits) <= 1, waits
     assert (
         places(learner) | {"carry": [value.data_ptr() for value in tensors_of(learner.state.rollout_state)]} == before
