@@ -14,8 +14,8 @@ liquidated: at the open before it trades, inside the bar on the way to its worst
 and borrow are due.
 
 The step is differentiable in the target weights, the held weights and the equity. It is piecewise smooth: |Δ| has
-slope 0 at 0, and an order beyond the capacity has no slope in the target, only in what limits it. A liquidation is a
-discontinuity; the books of a liquidated account are constants for the gradient.
+slope 0 at 0, and an order beyond the capacity has no slope in the target, only in what limits it. Lots are rounded
+straight through. A liquidation is a discontinuity; the books of a liquidated account are constants for the gradient.
 """
 
 from __future__ import annotations
