@@ -3,6 +3,7 @@
     python benchmarks/promise.py                      20 seeds × 2 limits × 4 laws, about an hour on 2 cores
     python benchmarks/promise.py --seeds 3 --laws default
     python benchmarks/promise.py --bounds             of the cases in --out: what each bound on the tail is worth
+    python benchmarks/promise.py --replay-check --first 140 --seeds 4 --limits -0.04 --laws default
 
 For each seed a market of four years of hourly bars is made and cut into training, validation and test part; an agent is
 trained and calibrated exactly as `tailguard train --set risk.limit=… --set env.episode_length=192` does. One test year
@@ -15,12 +16,17 @@ Bounds: without the throttle, the calibration alone must keep the limit. Its bou
 how often the bound from four years cut out of an agent's unseen years contains its tail over all 40: the sampling error
 alone. "inside" is the share of agents inside the limit, had their own held-out episodes been bounded so, as if losses
 were proportional to exposure.
+
+Replay check: the true tail is that of episodes that begin flat, and the throttle's is a replay of their net returns
+times its factor. The same agents are backtested over the same years as a user does it, in one account that goes on, and
+all windows of its equity are judged. Then the first year after a change: a fresh throttle in each of the 40 years.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -34,10 +40,12 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Column, Table
+from torch import Tensor
 
 import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble
 from tailguard.config import RunConfig, load_config
+from tailguard.data.bars import Bars
 from tailguard.data.features import compute_features
 from tailguard.data.market_law import MarketLaw
 from tailguard.data.panel import FeatureTable, Panel
@@ -45,6 +53,7 @@ from tailguard.data.prepare import PreparedBars
 from tailguard.data.splits import Split
 from tailguard.envs.spec import task_on
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
+from tailguard.evaluate.metrics import horizon_returns
 from tailguard.experiment.build import split_market
 from tailguard.risk.config import BoundKind
 from tailguard.risk.cvar import cvar_from_samples
@@ -102,7 +111,7 @@ def train_case(
             ask=lambda _: False,
         )
     assert isinstance(agent, Ensemble)
-    found: dict[str, Any] = {"law": law, "seed": seed, "limit": limit, "learner": learner}
+    found: dict[str, Any] = {"law": law, "seed": seed, "limit": limit, "learner": learner, "changes": changes}
     found |= {"exposure": agent.exposure, "seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
     held = [
         (Member(learner, fold).held_out(), [learner])
@@ -112,6 +121,12 @@ def train_case(
     outcomes = [part.trade(Ensemble(learners, agent.exposure)).measured[:, 0] for part, learners in held]
     found |= {"held_out": torch.cat(outcomes).tolist(), "overlap": max(part.overlap for part, _ in held)}
     return agent, split, found
+
+
+def key(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a case another one; a record that does not name its settings is like none that is asked for."""
+    changes = case.get("changes")
+    return case["law"], case["seed"], case["limit"], case["learner"], None if changes is None else tuple(changes)
 
 
 def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
@@ -127,9 +142,14 @@ def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
 
 
 @cache
-def years(law: str, signal: float) -> tuple[Panel, FeatureTable]:
-    """Bars and features of years that no agent has seen; the same for all of them."""
-    bars = tg.make_market(YEARS * YEAR, seed=UNSEEN, signal=signal, law=LAWS.get(law, CHANGE)).bars
+def years(law: str, signal: float) -> Bars:
+    """Years that no agent has seen; the same for all of them."""
+    return tg.make_market(YEARS * YEAR, seed=UNSEEN, signal=signal, law=LAWS.get(law, CHANGE)).bars
+
+
+@cache
+def panel_and_features(law: str, signal: float) -> tuple[Panel, FeatureTable]:
+    bars = years(law, signal)
     return bars.panel("portfolio"), compute_features(bars)
 
 
@@ -137,7 +157,7 @@ def unseen(law: str, signal: float, agent: Ensemble) -> HeldOutEpisodes:
     """Episodes one after the other in unseen years, with the agent's own scaling."""
     spec = agent.spec
     assert spec is not None
-    panel, table = years(law, signal)
+    panel, table = panel_and_features(law, signal)
     prepared = PreparedBars(panel, spec.scaler.transform(table), table.names, table.valid, spec.scaler)
     task = task_on(spec, prepared, None, torch.float32)
     rows = np.flatnonzero(panel.tradeable & table.valid)
@@ -149,14 +169,8 @@ def judge(agent: Ensemble, part: HeldOutEpisodes, factors: tuple[float, ...]) ->
     found = []
     for factor in factors:
         nets = part.trade(Ensemble(agent.members, factor * agent.exposure), "bar").measured
-        throttle, limits = Throttle(agent.calibration.limit, ALPHA), []  # type: ignore[union-attr]
-        outcomes = []
-        for window in nets:
-            # Net returns are proportional to exposure but for market impact, which is small here.
-            limits.append(throttle.factor)
-            outcomes.append(float((1 + throttle.factor * window).prod() - 1))
-            throttle.observe(outcomes[-1])
-        free, held = (nets + 1).prod(1) - 1, torch.tensor(outcomes, dtype=torch.float64)
+        held, limits = replay(nets, agent.calibration.limit)  # type: ignore[union-attr]
+        free = (nets + 1).prod(1) - 1
         found.append(
             {
                 "factor": factor,
@@ -169,6 +183,64 @@ def judge(agent: Ensemble, part: HeldOutEpisodes, factors: tuple[float, ...]) ->
             }
         )
     return found
+
+
+def replay(nets: Tensor, limit: float) -> tuple[Tensor, list[float]]:
+    """Outcomes of windows [n, bars] under a fresh throttle, [n], and its factor in each."""
+    throttle, outcomes, factors = Throttle(limit, ALPHA), [], []
+    for window in nets:
+        # Net returns are proportional to exposure but for market impact, which is small here.
+        factors.append(throttle.factor)
+        outcomes.append(float((1 + throttle.factor * window).prod() - 1))
+        throttle.observe(outcomes[-1])
+    return torch.tensor(outcomes, dtype=torch.float64), factors
+
+
+def run_replay_check(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
+    """Train one agent; compare what `judge` says of it with backtests over the same years."""
+    agent, _, found = train_case(*case)
+    law, limit = case[0], case[2]
+    for name, signal in ((law, SIGNAL), (CHANGED, SIGNAL / 2)):
+        part = unseen(name, signal, agent)
+        judged = judge(agent, part, (1.0,))[0]
+        found[name] = {"replay": [judged["cvar"], judged["throttled_cvar"], judged["throttled_growth"]]}
+        real = [
+            tg.backtest(agent, years(name, signal), throttle=on, warn_in_sample=False, progress_bar=False)
+            for on in (False, True)
+        ]
+        windows = [torch.as_tensor(horizon_returns(result.equity, LENGTH)) for result in real]
+        growth = math.log(real[1].equity[-1]) * YEAR / len(real[1].net)
+        found[name]["backtest"] = [*(float(cvar_from_samples(each, ALPHA)) for each in windows), growth]
+        nets = part.trade(agent, "bar").measured
+        each_year = YEAR // LENGTH
+        first = nets[: len(nets) // each_year * each_year].unflatten(0, (-1, each_year))
+        found[name]["first_years"] = {
+            "free": ((first + 1).prod(2) - 1).tolist(),
+            "throttled": [replay(year, limit)[0].tolist() for year in first],
+        }
+    return found
+
+
+def replay_tables(cases: list[dict[str, Any]]) -> tuple[Table, Table]:
+    """Replay against backtest for each agent, and the tail by quarters of the first year."""
+    names = ("law", "limit", "seed", "free: replay", "backtest", "throttled: replay", "backtest", "growth", "backtest")
+    agents = Table(*(Column(name, justify="right", no_wrap=True) for name in names), box=None)
+    years_of: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for case in sorted(cases, key=key):
+        limit = case["limit"]
+        for law in (case["law"], CHANGED):
+            free, held, growth = zip(case[law]["replay"], case[law]["backtest"], strict=True)
+            cells = [*(f"{tail / limit:.2f}" for tail in (*free, *held)), *(f"{each:+.2f}" for each in growth)]
+            agents.add_row(law, f"{limit:.0%}", str(case["seed"]), *cells)
+            years_of.setdefault((law, limit), []).append(case[law]["first_years"])
+    quarters = Table("law", "limit", "throttle", "years", "1st quarter", "2nd", "3rd", "4th", "year", box=None)
+    for (law, limit), found in years_of.items():
+        for name in ("free", "throttled"):
+            outcomes = torch.tensor([year for each in found for year in each[name]], dtype=torch.float64)
+            parts = [*outcomes.tensor_split(4, dim=1), outcomes]
+            tails = [f"{float(cvar_from_samples(part.flatten(), ALPHA)) / limit:.2f}" for part in parts]
+            quarters.add_row(law, f"{limit:.0%}", "on" if name == "throttled" else "off", str(len(outcomes)), *tails)
+    return agents, quarters
 
 
 def best_constant_growth(found: dict[str, Any]) -> float:
@@ -273,30 +345,37 @@ def main() -> None:
     parser.add_argument("--set", dest="changes", action="append", default=[], help="settings, as of tailguard train")
     parser.add_argument("--jobs", type=int, default=2, help="agents trained side by side, each on one thread")
     parser.add_argument("--bounds", action="store_true", help="train nothing; judge the bounds by the cases in --out")
-    parser.add_argument("--out", type=Path, default=Path("promise.jsonl"), help="one line for each case")
+    parser.add_argument("--replay-check", action="store_true", help="compare the judgement with backtests")
+    parser.add_argument("--out", type=Path, help="one line for each case; default: promise.jsonl, or replay.jsonl")
     given = parser.parse_args()
-    done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    kept: Path = given.out or Path("replay.jsonl" if given.replay_check else "promise.jsonl")
+    done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     if given.bounds:
         Console(width=200).print(bounds_table(done))
         return
-    known = {(case["law"], case["seed"], case["limit"], case["learner"]) for case in done}
+    known, changes = {key(case) for case in done}, tuple(given.changes)
     seeds = range(given.first, given.first + given.seeds)
-    asked = [(law, seed, limit, given.learner) for law in given.laws for seed in seeds for limit in given.limits]
+    asked = [
+        (law, seed, limit, given.learner, changes) for law in given.laws for seed in seeds for limit in given.limits
+    ]
     console = Console(width=200)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Polars does not survive a fork.
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool, given.out.open("a") as out:
-        left = [(*case, given.changes) for case in asked if case not in known]
-        for found in pool.imap_unordered(run_case, left):
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool, kept.open("a") as out:
+        left = [(*case[:-1], given.changes) for case in asked if case not in known]
+        for found in pool.imap_unordered(run_replay_check if given.replay_check else run_case, left):
             done.append(found)
             out.write(json.dumps(found) + "\n")
             out.flush()
+            if given.replay_check:
+                continue
             judged = found["true"][0]
             use, held = (judged[name] / found["limit"] for name in ("cvar", "throttled_cvar"))
             words = f"tail {use:.2f} × limit, {held:.2f} throttled, growth {judged['growth']:+.2f} a year"
             console.print(f"{found['law']}, seed {found['seed']}, {found['limit']:.0%}: {words}", highlight=False)
-    mine = [case for case in done if (case["law"], case["seed"], case["limit"], case["learner"]) in set(asked)]
-    console.print(table(mine))
+    mine = [case for case in done if key(case) in set(asked)]
+    for each in replay_tables(mine) if given.replay_check else (table(mine),):
+        console.print(each)
 
 
 if __name__ == "__main__":
