@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -230,6 +231,24 @@ def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path, monkeypa
         assert "Traceback" not in found.output
         assert found.exception is None or isinstance(found.exception, SystemExit)
     assert (tmp_path / "report.html").is_file()
+
+
+def test_a_backtest_of_a_run_may_be_without_its_throttle(finished: Any, tmp_path: Path) -> None:
+    result, _ = finished
+    folder = shutil.copytree(result.folder, tmp_path / "run")
+    shutil.rmtree(folder / AGENT)
+    Ensemble(result.agent.members, 3.0, throttled=Throttle(-1e-4, 0.2)).save(folder / AGENT)
+    found = {}
+    for switch in ("--throttle", "--no-throttle"):
+        made = CliRunner().invoke(app, ["backtest", str(folder), switch, "--json", str(tmp_path / switch)])
+        assert ("its losses throttled it" in made.output) == (switch == "--throttle")
+        found[switch] = json.loads((tmp_path / switch).read_text())["results"][AGENT]
+    assert found["--throttle"]["throttled"] > 0.05
+    assert found["--no-throttle"]["throttled"] == 0
+    free = tg.backtest(open_run(folder).agent, open_run(folder).part("test"), throttle=False)
+    assert found["--no-throttle"]["total_return"] == pytest.approx(free.metrics["total_return"])
+    refused = CliRunner().invoke(app, ["backtest", str(folder), "--no-throttle", "--feed", "late:1"])
+    assert refused.exit_code != 0
 
 
 def test_an_interrupted_run_resumes_with_the_member_that_was_interrupted(
