@@ -9,8 +9,8 @@ For each seed a market of four years of hourly bars is made and cut into trainin
 trained and calibrated exactly as `tailguard train --set risk.limit=… --set env.episode_length=192` does. One test year
 holds too few bad weeks to judge a method by, so that the agent is judged by its true tail: the mean of the worst 5 % of
 episodes in 40 unseen years of the same law. The fourth law is a change: the agents of the default law, in years with
-1.5 times the volatility and half the signal. The last columns are with the throttle on. Cases that are in --out already
-are not run again.
+1.5 times the volatility and half the signal. The last columns are with the throttle on. Cases that are in --out with
+the same --set are not run again.
 
 Bounds: without the throttle, the calibration alone must keep the limit. Its bound is checked in two ways. "covers" is
 how often the bound from four years cut out of an agent's unseen years contains its tail over all 40: the sampling error
@@ -129,15 +129,19 @@ def key(case: dict[str, Any]) -> tuple[Any, ...]:
     return case["law"], case["seed"], case["limit"], case["learner"], None if changes is None else tuple(changes)
 
 
-def run_case(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
-    """Train one agent and judge it."""
+def run_case(asked: tuple[tuple[str, int, float, str, list[str]], bool]) -> dict[str, Any]:
+    """Train one agent and judge it, and check how it is judged where that is asked for."""
+    case, check = asked
     agent, split, found = train_case(*case)
-    law = case[0]
+    law, limit = case[0], case[2]
     (test,) = episodes_on(agent.spec, split.test)  # type: ignore[arg-type]
     found["test"] = test.trade(agent).measured[:, 0].tolist()
     found["true"] = judge(agent, unseen(law, SIGNAL, agent), FACTORS)
     if law == "default":
         found["changed"] = judge(agent, unseen(CHANGED, SIGNAL / 2, agent), (1.0,))
+    if check:
+        markets = {law: SIGNAL} | ({CHANGED: SIGNAL / 2} if law == "default" else {})
+        found["check"] = {name: compare_replay(agent, limit, name, signal) for name, signal in markets.items()}
     return found
 
 
@@ -196,29 +200,30 @@ def replay(nets: Tensor, limit: float) -> tuple[Tensor, list[float]]:
     return torch.tensor(outcomes, dtype=torch.float64), factors
 
 
-def run_replay_check(case: tuple[str, int, float, str, list[str]]) -> dict[str, Any]:
-    """Train one agent; compare what `judge` says of it with backtests over the same years."""
-    agent, _, found = train_case(*case)
-    law, limit = case[0], case[2]
-    for name, signal in ((law, SIGNAL), (CHANGED, SIGNAL / 2)):
-        part = unseen(name, signal, agent)
-        judged = judge(agent, part, (1.0,))[0]
-        found[name] = {"replay": [judged["cvar"], judged["throttled_cvar"], judged["throttled_growth"]]}
-        real = [
-            tg.backtest(agent, years(name, signal), throttle=on, warn_in_sample=False, progress_bar=False)
-            for on in (False, True)
-        ]
-        windows = [torch.as_tensor(horizon_returns(result.equity, LENGTH)) for result in real]
-        growth = math.log(real[1].equity[-1]) * YEAR / len(real[1].net)
-        found[name]["backtest"] = [*(float(cvar_from_samples(each, ALPHA)) for each in windows), growth]
-        nets = part.trade(agent, "bar").measured
-        each_year = YEAR // LENGTH
-        first = nets[: len(nets) // each_year * each_year].unflatten(0, (-1, each_year))
-        found[name]["first_years"] = {
-            "free": ((first + 1).prod(2) - 1).tolist(),
-            "throttled": [replay(year, limit)[0].tolist() for year in first],
-        }
-    return found
+def compare_replay(agent: Ensemble, limit: float, name: str, signal: float) -> dict[str, Any]:
+    """What `judge` says of an agent beside backtests over the same years, and the first year after a change."""
+    nets = unseen(name, signal, agent).trade(agent, "bar").measured
+    held, _ = replay(nets, limit)
+    free = (nets + 1).prod(1) - 1
+    real = [
+        tg.backtest(agent, years(name, signal), throttle=on, warn_in_sample=False, progress_bar=False)
+        for on in (False, True)
+    ]
+    tails = [float(cvar_from_samples(each, ALPHA)) for each in (free, held)]
+    windows = [torch.as_tensor(horizon_returns(result.equity, LENGTH)) for result in real]
+    each_year = YEAR // LENGTH
+    first = nets[: len(nets) // each_year * each_year].unflatten(0, (-1, each_year))
+    return {
+        "replay": [*tails, float(held.log1p().mean()) * YEAR / LENGTH],
+        "backtest": [
+            *(float(cvar_from_samples(each, ALPHA)) for each in windows),
+            math.log(real[1].equity[-1]) * YEAR / len(real[1].net),
+        ],
+        "first_years": {
+            "off": ((first + 1).prod(2) - 1).tolist(),
+            "on": [replay(year, limit)[0].tolist() for year in first],
+        },
+    }
 
 
 def replay_tables(cases: list[dict[str, Any]]) -> tuple[Table, Table]:
@@ -228,18 +233,18 @@ def replay_tables(cases: list[dict[str, Any]]) -> tuple[Table, Table]:
     years_of: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for case in sorted(cases, key=key):
         limit = case["limit"]
-        for law in (case["law"], CHANGED):
-            free, held, growth = zip(case[law]["replay"], case[law]["backtest"], strict=True)
+        for law, compared in case["check"].items():
+            free, held, growth = zip(compared["replay"], compared["backtest"], strict=True)
             cells = [*(f"{tail / limit:.2f}" for tail in (*free, *held)), *(f"{each:+.2f}" for each in growth)]
             agents.add_row(law, f"{limit:.0%}", str(case["seed"]), *cells)
-            years_of.setdefault((law, limit), []).append(case[law]["first_years"])
+            years_of.setdefault((law, limit), []).append(compared["first_years"])
     quarters = Table("law", "limit", "throttle", "years", "1st quarter", "2nd", "3rd", "4th", "year", box=None)
     for (law, limit), found in years_of.items():
-        for name in ("free", "throttled"):
+        for name in ("off", "on"):
             outcomes = torch.tensor([year for each in found for year in each[name]], dtype=torch.float64)
             parts = [*outcomes.tensor_split(4, dim=1), outcomes]
             tails = [f"{float(cvar_from_samples(part.flatten(), ALPHA)) / limit:.2f}" for part in parts]
-            quarters.add_row(law, f"{limit:.0%}", "on" if name == "throttled" else "off", str(len(outcomes)), *tails)
+            quarters.add_row(law, f"{limit:.0%}", name, str(len(outcomes)), *tails)
     return agents, quarters
 
 
@@ -251,7 +256,7 @@ def best_constant_growth(found: dict[str, Any]) -> float:
 
 def table(cases: list[dict[str, Any]]) -> Table:
     names = ("law", "limit", "seeds", "inside", "in ×1.25", "tail / limit", "growth a year", "of best", "test", "CPU s")
-    names = (*names, "throttled: inside", "tail / limit", "growth")
+    names = (*names, "throttled: inside", "tail / limit", "growth", "of best")
     result = Table(*(Column(name, justify="right", no_wrap=True) for name in names), box=None)
     for law in (*LAWS, CHANGED):
         for limit in sorted({case["limit"] for case in cases}, reverse=True):
@@ -311,9 +316,12 @@ def bounds_table(cases: list[dict[str, Any]]) -> Table:
 def _row(law: str, limit: float, own: list[dict[str, Any]]) -> list[str]:
     judged = [case["changed" if law == CHANGED else "true"][0] for case in own]
     uses, held = (np.array([each[name] / limit for each in judged]) for name in ("cvar", "throttled_cvar"))
-    growth, rest = [each["growth"] for each in judged], [""] * 3
+    growth, rest, share = [each["growth"] for each in judged], [""] * 3, ""
     if law != CHANGED:
-        shares = [case["true"][0]["growth"] / best_constant_growth(case) for case in own]
+        best = [best_constant_growth(case) for case in own]
+        shares = [each["growth"] / most for each, most in zip(judged, best, strict=True)]
+        kept = [each["throttled_growth"] / most for each, most in zip(judged, best, strict=True)]
+        share = f"{statistics.median(kept):.0%}"
         pooled = torch.tensor([pnl for case in own for pnl in case["test"]], dtype=torch.float64)
         rest = [
             f"{statistics.median(shares):.0%}",
@@ -332,6 +340,7 @@ def _row(law: str, limit: float, own: list[dict[str, Any]]) -> list[str]:
         f"{np.mean(held <= 1):.0%}",
         f"{statistics.median(held):.2f} ({min(held):.2f}–{max(held):.2f})",
         f"{statistics.median(each['throttled_growth'] for each in judged):+.2f}",
+        share,
     ]
 
 
@@ -346,12 +355,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="agents trained side by side, each on one thread")
     parser.add_argument("--bounds", action="store_true", help="train nothing; judge the bounds by the cases in --out")
     parser.add_argument("--replay-check", action="store_true", help="compare the judgement with backtests")
-    parser.add_argument("--out", type=Path, help="one line for each case; default: promise.jsonl, or replay.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("promise.jsonl"), help="one line for each case")
     given = parser.parse_args()
-    kept: Path = given.out or Path("replay.jsonl" if given.replay_check else "promise.jsonl")
-    done = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    done = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    if given.replay_check:
+        done = [case for case in done if "check" in case]
     if given.bounds:
-        Console(width=200).print(bounds_table(done))
+        own = [case for case in done if key(case)[3:] == (given.learner, tuple(given.changes))]
+        Console(width=200).print(bounds_table(own))
         return
     known, changes = {key(case) for case in done}, tuple(given.changes)
     seeds = range(given.first, given.first + given.seeds)
@@ -361,20 +372,18 @@ def main() -> None:
     console = Console(width=200)
     os.environ["OMP_NUM_THREADS"] = "1"
     # Polars does not survive a fork.
-    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool, kept.open("a") as out:
-        left = [(*case[:-1], given.changes) for case in asked if case not in known]
-        for found in pool.imap_unordered(run_replay_check if given.replay_check else run_case, left):
+    with multiprocessing.get_context("spawn").Pool(given.jobs) as pool, given.out.open("a") as out:
+        left = [((*case[:-1], given.changes), given.replay_check) for case in asked if case not in known]
+        for found in pool.imap_unordered(run_case, left):
             done.append(found)
             out.write(json.dumps(found) + "\n")
             out.flush()
-            if given.replay_check:
-                continue
             judged = found["true"][0]
             use, held = (judged[name] / found["limit"] for name in ("cvar", "throttled_cvar"))
             words = f"tail {use:.2f} × limit, {held:.2f} throttled, growth {judged['growth']:+.2f} a year"
             console.print(f"{found['law']}, seed {found['seed']}, {found['limit']:.0%}: {words}", highlight=False)
     mine = [case for case in done if key(case) in set(asked)]
-    for each in replay_tables(mine) if given.replay_check else (table(mine),):
+    for each in (table(mine), *(replay_tables(mine) if given.replay_check else ())):
         console.print(each)
 
 

@@ -380,7 +380,7 @@ def test_a_limit_that_the_market_makes_impossible_is_said_in_a_run_as_short_as_t
 
 
 def test_a_limit_that_is_broken_for_a_while_is_no_alarm_but_at_the_end_it_is() -> None:
-    """Of 21 updates five break the limit, as where a run converges from above; or its last one alone does."""
+    """A run of 21 updates converges from above, or breaks the limit in its last one alone."""
 
     def said(tails: list[float], updates: int) -> list[tuple[str, int, str]]:
         monitor, alarms = HealthMonitor(updates=updates), []
@@ -393,8 +393,13 @@ def test_a_limit_that_is_broken_for_a_while_is_no_alarm_but_at_the_end_it_is() -
             alarms += monitor.check(metrics, number + 1)
         return [(alarm.name, alarm.step, alarm.what) for alarm in alarms]
 
-    assert said([-0.01] * 5 + [-0.06, -0.05, -0.04, -0.03, -0.025] + [-0.015] * 11, 21) == []
-    ((name, step, what),) = said([-0.001] * 5 + [-0.06, -0.05, -0.04, -0.03, -0.05, -0.05] + [-0.015] * 10, 21)
+    assert said([-0.01] * 5 + [-0.06, -0.06, -0.06, -0.06, -0.06] + [-0.015] * 11, 21) == []
+    assert said([-0.01] * 5 + [-0.026, -0.028, -0.028, -0.026, -0.025, -0.024, -0.023] + [-0.015] * 9, 21) == []
+    above = [-0.01] * 5 + [-0.08, -0.075, -0.07, -0.065, -0.06, -0.055, -0.05, -0.045, -0.04, -0.035, -0.03, -0.025]
+    assert said([*above, -0.02, -0.02, -0.02, -0.02], 21) == []
+    ((name, step, _),) = said([-0.01] * 9 + above[5:], 21)  # it ends before it is there
+    assert (name, step) == ("limit_broken", 21)
+    ((name, step, what),) = said([-0.001] * 5 + [-0.06, -0.05, -0.04, -0.03, -0.04, -0.05] + [-0.015] * 10, 21)
     assert (name, step) == ("limit_broken", 11)
     assert "-5.00 ± 0.10 % (mean +1.00 %) against a limit of -2.00 %" in what
     assert "the best is -3.00 %, and λ is 1." in what

@@ -144,8 +144,10 @@ def test_the_throttle_follows_from_the_limit_alone(tmp_path: Path, finished: Any
     for off in ("risk.throttle=false", "risk.measure=drawdown", "risk.limit=null"):
         settings = small_config(*PATHWISE, "risk.confidence=0", "training.members=1", off)
         assert combine([first], None, settings, Console(quiet=True)) is first.agent
-    on_held_out = small_config(*PATHWISE, "risk.throttle=false")
-    assert train(on_held_out, tmp_path / "off", Console(quiet=True)).agent.make_throttle() is None
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    off = train(small_config(*PATHWISE, "risk.throttle=false"), tmp_path / "off", console)
+    assert off.agent.make_throttle() is None
+    assert "risk.bound=pivotal is wider and holds more often" in console.export_text()
 
 
 def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(finished: Any) -> None:
@@ -155,7 +157,8 @@ def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(fi
     for number in (1, 2, 3):
         assert f"{number} of 3, trained without" in text
     assert f"exposure ×{result.agent.exposure:.2f}: as learned, the worst 20 % of held-out episodes made" in text
-    assert "confidence no less than" in text
+    assert "with a nominal 90 % bound of" in text
+    assert "a 90 % bound holds in about three of four cases, not in nine of ten; the throttle acts" in text
     # What an update will see is said before the first member is trained, and after each whether its limit was kept.
     assert text.index("an update sees 1.6 tail episodes, fewer than 5: too few") < text.index("1 of 3, trained without")
     for number in range(3):

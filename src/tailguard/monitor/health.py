@@ -25,6 +25,8 @@ FEW_TAIL_OUTCOMES = 5
 share alone is then 45 % or more."""
 MEMORY = 20
 """Number of recent values to keep."""
+FALLING = 0.95
+"""A value below this share of its mean over the bad iterations before is falling."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,9 @@ class Rule:
     """Iterations at the start of training that are ignored."""
     remembers: tuple[str, ...] = ()
     """Metrics whose recent values it needs, in `past`."""
+    eases: str = ""
+    """One of them that is larger the worse the fault is: while it falls the alarm waits, but not in the last iteration
+    of a run."""
 
 
 def _value(metrics: Metrics, name: str) -> float:
@@ -383,7 +388,8 @@ RULES: tuple[Rule, ...] = (
         "env.num_envs, or loosen risk.limit. With a limit the exposure is still calibrated on held-out bars.",
         patience=5,
         of_run=0.25,
-        remembers=("risk/cvar_realised",),
+        remembers=("risk/cvar_realised", "risk/violation"),
+        eases="risk/violation",
     ),
     Rule(
         "tail_undersampled",
@@ -477,7 +483,8 @@ class HealthMonitor:
         raised = []
         for rule in self.rules:
             what = rule.check(metrics, self.past) if self.iterations > rule.after else None
-            raised += self._count(rule, what, step)
+            falls = bool(rule.eases) and self._falls(rule, metrics)
+            raised += self._count(rule, what, step, waits=falls and self.iterations != self.updates)
         for name in dict.fromkeys(name for rule in self.rules for name in rule.remembers):
             if name in metrics and math.isfinite(metrics[name]):
                 self.past[name] = [*self.past.get(name, []), metrics[name]][-MEMORY:]
@@ -500,9 +507,14 @@ class HealthMonitor:
             raised += self._count(MEMORISED, memorised(metrics), step)
         return raised
 
-    def _count(self, rule: Rule, what: str | None, step: int) -> list[Alarm]:
+    def _falls(self, rule: Rule, metrics: Metrics) -> bool:
+        """Whether the metric that shows how bad the fault is falls over the bad iterations in a row."""
+        streak, past = self.streaks.get(rule.name, 0), self.past.get(rule.eases, [])
+        return streak > 0 and _value(metrics, rule.eases) < FALLING * statistics.mean(past[-streak:])
+
+    def _count(self, rule: Rule, what: str | None, step: int, *, waits: bool = False) -> list[Alarm]:
         self.streaks[rule.name] = self.streaks.get(rule.name, 0) + 1 if what else 0
-        if what is None or self.streaks[rule.name] < self._needed(rule):
+        if what is None or waits or self.streaks[rule.name] < self._needed(rule):
             return []
         self.counts[rule.name] = self.counts.get(rule.name, 0) + 1
         return [Alarm(rule.name, step, what, rule.usually)] if self.counts[rule.name] == 1 else []
