@@ -1,6 +1,6 @@
 """Which regularisation earns its place? Out-of-sample growth and tail with each option, against the defaults.
 
-    python benchmarks/regularisation.py --first 200              8 seeds × 8 settings, about half an hour on one core
+    python benchmarks/regularisation.py --first 200              8 seeds × 10 settings, about 40 minutes on one core
     python benchmarks/regularisation.py --only "dropout 0.2" --seeds 2
 
 For each seed a market of four years of hourly bars, an agent of the default settings with a limit of −4 % but with two
@@ -38,6 +38,8 @@ OPTIONS: dict[str, list[str]] = {
     "volatility ×0.7, ×1.4": ["env.randomisation.volatility=[0.7, 1.4]"],
     "dropout 0.2": ["pathwise.dropout=0.2"],
     "weight decay 1": ["pathwise.optimizer=adamw", "pathwise.weight_decay=1"],
+    "select best": ["training.select=best"],
+    "without volatility scaling": ["risk.volatility_half_life=0"],
 }
 MEASURES = ("growth at the limit", "tail / limit", "growth", "throttled growth")
 RESAMPLES = 10_000

@@ -227,8 +227,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_choice("learner", self.learner, get_args(LearnerKind))
-        throttled = self.risk.limit is not None and self.risk.throttle and self.risk.measure == "episode"
-        self.env.constraints.check_fits(throttled=throttled)
+        self.env.constraints.check_fits(throttled=self.throttled)
         other = self.ppo if self.learner == "pathwise" else self.pathwise
         if other.loss_terms:
             raise ConfigError(
@@ -256,6 +255,11 @@ class RunConfig:
         if self.training.select != "auto":
             return self.training.select
         return "last" if self.risk.limit is not None and self.risk.confidence > 0 else "best"
+
+    @property
+    def throttled(self) -> bool:
+        """Whether losses that the agent realises reduce its exposure."""
+        return self.risk.limit is not None and self.risk.throttle and self.risk.measure == "episode"
 
     @property
     def members(self) -> int:

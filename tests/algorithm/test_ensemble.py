@@ -13,6 +13,7 @@ import tailguard as tg
 from tailguard.algorithm.ensemble import Ensemble, load_agent
 from tailguard.errors import CheckpointError, ConfigError
 from tailguard.risk.exposure import calibrate_exposure
+from tailguard.risk.throttle import Throttle
 
 FEATURES = ["return_24", "taker_imbalance_6"]
 SIZES = {"hidden": (6,), "lstm_size": 5, "critic": "scalar"}
@@ -102,6 +103,26 @@ def test_what_is_saved_trades_the_same(tmp_path: Path, members, bars) -> None:
     np.testing.assert_array_equal(before.equity, after.equity)
     members[0].save(tmp_path / "single")
     assert isinstance(load_agent(tmp_path / "single"), tg.PathwiseLearner)
+
+
+def test_the_throttle_is_saved_with_the_agent(tmp_path: Path, members) -> None:
+    calibrated = calibrate_exposure(lambda m: -m * torch.ones(20) / 50, -0.01, alpha=0.1)
+    agents = {
+        "calibrated": (Ensemble(members, calibrated, throttled=True), Throttle(-0.01, 0.1)),
+        "own": (Ensemble(members, 0.5, throttled=Throttle(-0.03, 0.2)), Throttle(-0.03, 0.2)),
+        "off": (Ensemble(members, calibrated), None),
+    }
+    for name, (agent, expected) in agents.items():
+        agent.save(tmp_path / name)
+        for each in (agent, load_agent(tmp_path / name)):
+            assert each.make_throttle() == expected
+            assert each.throttled == (expected is not None)
+    one, other = (agents["own"][0].make_throttle() for _ in range(2))
+    one.observe(-0.5)
+    assert one.factor == 0
+    assert other.factor == 1  # each account has its own
+    with pytest.raises(ConfigError, match="a throttle follows a limit"):
+        Ensemble(members, 0.5, throttled=True)
 
 
 def test_one_learner_cannot_be_loaded_from_an_ensemble(tmp_path: Path, members) -> None:

@@ -409,6 +409,7 @@ def test_a_budget_says_how_much_of_the_tail_an_update_sees(bars: Any, measure: A
         assert words == "an update sees 13 tail bars (env.num_envs=63 shows 50)"
     else:
         assert words.startswith("an update sees 0.4 tail episodes, fewer than 5: too few")
+        assert "env.num_envs=2000 shows 50" in words  # 125 times as many as the 16
 
 
 def test_too_few_tail_episodes_are_not_blamed_on_the_limit() -> None:

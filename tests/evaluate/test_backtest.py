@@ -357,12 +357,18 @@ def test_a_throttle_follows_the_windows_of_the_account(bars: tg.Bars) -> None:
         end = min(begin + 24, len(found.net))
         throttle.observe(found.equity[end] / found.equity[begin] - 1)
     assert 0.2 < found.metrics["throttled"] < 1
+    assert found.unthrottled_return == pytest.approx(free.equity[-1] - 1, abs=0.01)
+    assert abs(found.unthrottled_return - (found.equity[-1] - 1)) > 0.03  # what it cost, or saved
     first = int(np.argmax(found.throttle < 1))
     assert first > 0
     np.testing.assert_array_equal(found.targets[:first], free.targets[:first])
     assert (np.abs(found.targets[first:]) < np.abs(free.targets[first:])).mean() > 0.9
     plain = tg.backtest(Ensemble([agent], exposure), bars, warn_in_sample=False)
     np.testing.assert_array_equal(plain.equity, free.equity)
+    assert (plain.unthrottled_return, free.unthrottled_return) == (None, None)
+    stopped = tg.backtest(Ensemble([agent], exposure, throttled=Throttle(-1e-5, 0.2)), bars, warn_in_sample=False)
+    assert stopped.throttle.min() == 0
+    assert stopped.unthrottled_return == free.equity[-1] - 1
 
 
 def test_losses_before_a_gap_reach_the_throttle(bars: tg.Bars) -> None:

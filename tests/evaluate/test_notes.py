@@ -72,14 +72,14 @@ def test_orders_that_wait_for_a_halt_are_not_blamed_on_volume() -> None:
 def test_what_a_throttle_did_and_cost_is_noted(bars: tg.Bars) -> None:
     result = tg.backtest(np.ones((len(bars), 1)), bars)
     factor = np.where(np.arange(len(result.net)) < len(result.net) // 4, 0.5, 1.0)
-    halved = replace(result, net=result.net * factor, throttle=factor)
+    halved = replace(result, net=result.net * factor, throttle=factor, unthrottled_return=float(result.equity[-1] - 1))
     (note,) = baseline_notes({"agent": halved}, bars, MarketConfig(funding_rate=0))
     assert "its losses throttled it at 24.9 % of bars, to ×0.50 of its exposure at the lowest and ×0.88" in note
     assert f"would have been about {percent(float(result.equity[-1] - 1))}" in note
     assert not baseline_notes({"agent": replace(result, throttle=np.ones_like(factor))}, bars, MarketConfig())
     stopped = replace(result, throttle=np.where(factor < 1, 0.0, 1.0))
     (note,) = baseline_notes({"agent": stopped}, bars, MarketConfig())
-    assert note.endswith("to ×0.00 of its exposure at the lowest")
+    assert note.endswith("to ×0.00 of its exposure at the lowest and ×0.75 on average")
 
 
 def test_bars_of_closes_only_are_said_to_fill_at_the_next_close(bars) -> None:

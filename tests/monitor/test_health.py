@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import tailguard as tg
 from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.config import load_config
 from tailguard.envs.protocol import Box, Step
 from tailguard.monitor.health import (
     EVERY_RULE,
@@ -358,6 +360,61 @@ def test_the_alarm_of_a_limit_that_cannot_be_met_says_the_best_that_was_reached(
     assert alarm.step == 20_000
     assert "-9.00 ± 0.10 %" in alarm.what
     assert "the best it reached there is -6.00 %" in alarm.what
+
+
+def test_a_limit_that_the_market_makes_impossible_is_said_in_a_run_as_short_as_the_default(bars: Any) -> None:
+    """An account that must be invested to 80 %: said after a quarter of 21 updates, before λ is at its cap for long."""
+    config = load_config(overrides=["risk.limit=-0.02", "env.episode_length=192"])
+    steps = config.num_envs * config.chosen.n_steps
+    assert math.ceil(config.training.total_timesteps / steps) == 21
+    env = tg.TradingEnv(
+        bars, num_envs=40, episode_length=8, features=["return_24"], constraints=tg.Constraints(net_min=0.8)
+    )
+    said = {}
+    for limit in (-0.001, -0.5):
+        learner = tg.PathwiseLearner(
+            env, risk=tg.RiskConfig(limit=limit, alpha=0.5), n_steps=8, hidden=(6,), lstm_size=5
+        )
+        learner.learn(21 * 40 * 8)
+        said[limit] = {alarm.name: alarm for alarm in learner.alarms}
+    assert said[-0.5] == {}
+    assert "risk_infeasible" not in said[-0.001]
+    alarm = said[-0.001]["limit_broken"]
+    assert 6 * 40 * 8 <= alarm.step <= 7 * 40 * 8  # in the first, few episodes may have ended
+    assert re.search(
+        r"against a limit of -0\.10 %; in the last updates that broke it the best is -\d\.\d\d %", alarm.what
+    )
+
+
+def test_a_limit_that_is_broken_for_a_while_is_no_alarm_but_at_the_end_it_is() -> None:
+    """A run of 21 updates converges from above, or breaks the limit in its last one alone."""
+
+    def said(tails: list[float], updates: int) -> list[tuple[str, int, str]]:
+        monitor, alarms = HealthMonitor(updates=updates), []
+        for number, tail in enumerate(tails):
+            metrics = {
+                "risk/at_cap": 0.0, "risk/violation": max(0.0, tail / -0.02 - 1), "risk/cvar_realised": tail,
+                "risk/lambda": float(tail < -0.02), "risk/mean_realised": 0.01, "risk/limit": -0.02,
+                "risk/tail_outcomes": 50.0, "risk/cvar_error": 0.001, "train/n_updates": 1.0,
+            }  # fmt: skip
+            alarms += monitor.check(metrics, number + 1)
+        return [(alarm.name, alarm.step, alarm.what) for alarm in alarms]
+
+    assert said([-0.01] * 5 + [-0.06, -0.06, -0.06, -0.06, -0.06] + [-0.015] * 11, 21) == []
+    assert said([-0.01] * 5 + [-0.026, -0.028, -0.028, -0.026, -0.025, -0.024, -0.023] + [-0.015] * 9, 21) == []
+    above = [-0.01] * 5 + [-0.08, -0.075, -0.07, -0.065, -0.06, -0.055, -0.05, -0.045, -0.04, -0.035, -0.03, -0.025]
+    assert said([*above, -0.02, -0.02, -0.02, -0.02], 21) == []
+    ((name, step, _),) = said([-0.01] * 9 + above[5:], 21)  # it ends before it is there
+    assert (name, step) == ("limit_broken", 21)
+    ((name, step, what),) = said([-0.001] * 5 + [-0.06, -0.05, -0.04, -0.03, -0.04, -0.05] + [-0.015] * 10, 21)
+    assert (name, step) == ("limit_broken", 11)
+    assert "-5.00 ± 0.10 % (mean +1.00 %) against a limit of -2.00 %" in what
+    assert "the best is -3.00 %, and λ is 1." in what
+    ((name, step, _),) = said([-0.01] * 20 + [-0.03], 21)
+    assert (name, step) == ("limit_broken", 21)
+    assert said([-0.01] * 20 + [-0.0205], 21) == []  # within 5 %
+    assert [step for _, step, _ in said([-0.03] * 400, 400)] == [100]
+    assert said([-0.03] * 40, 0) == []  # iterations of a loop of one's own, whose end nobody knows
 
 
 def test_a_tail_that_was_predicted_too_mild(bars: Any) -> None:

@@ -77,6 +77,36 @@ def test_rows_with_several_outcomes_stay_together() -> None:
     assert whole < single  # twenty independent rows say less than forty independent numbers
 
 
+def test_episodes_at_one_time_are_one_piece_of_evidence() -> None:
+    """Four copies of a market bound the tail as one does, in whatever order, and count as one."""
+    outcomes, times = 0.01 * normal(300, 6), torch.arange(300)
+    one = calibrate_exposure(lambda m: m * outcomes, -0.01, alpha=0.05, overlap=2)
+    order = torch.randperm(1_200, generator=torch.Generator().manual_seed(0))
+    copies, at = outcomes.repeat(4)[order], times.repeat(4)[order]
+    four = calibrate_exposure(lambda m: m * copies, -0.01, alpha=0.05, overlap=2, times=at)
+    assert asdict(four) == pytest.approx(asdict(one), rel=1e-12)
+    assert four.tail_episodes == pytest.approx(0.05 * 300 / 2)
+    alone = calibrate_exposure(lambda m: m * copies, -0.01, alpha=0.05, overlap=2)
+    assert alone.tail_episodes == pytest.approx(4 * four.tail_episodes)
+    assert alone.factor > 1.05 * four.factor  # taken for evidence of its own, a copy narrows the bound
+
+
+def test_times_may_hold_different_numbers_of_episodes() -> None:
+    """A symbol that is listed later: against NumPy's own loop over blocks of two times with all of their episodes."""
+    times = torch.cat([torch.arange(60), torch.arange(40, 60)])
+    outcomes, draw, tails = normal(80, 7), np.random.default_rng(0), []
+    for _ in range(4_000):
+        drawn = ((draw.integers(0, 60, 30)[:, None] + np.arange(2)) % 60).ravel()
+        sample = np.sort(np.concatenate([outcomes.numpy()[times.numpy() == time] for time in drawn]))
+        share = 0.1 * len(sample)
+        whole = int(share)
+        tails.append((sample[:whole].sum() + (share - whole) * sample[whole]) / share)
+    found = cvar_bound(outcomes, 0.1, 0.9, block=2, times=times, resamples=4_000)
+    assert found == pytest.approx(np.quantile(tails, 0.1), rel=0.02)
+    with pytest.raises(ConfigError, match="give one time for each"):
+        cvar_bound(outcomes, 0.1, 0.9, block=2, times=times[:5])
+
+
 def test_the_true_tail_is_inside_the_limit_as_often_as_it_says() -> None:
     """Independent normal episodes: at 90 % confidence the calibrated true tail breaks the limit in about one of ten."""
     inside = 0

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import tailguard as tg
-from tailguard.algorithm.ensemble import Ensemble
+from tailguard.algorithm.ensemble import Ensemble, load_agent
 from tailguard.cli import app
 from tailguard.config import RunConfig, load_config
 from tailguard.errors import ConfigError
@@ -26,8 +29,9 @@ from tailguard.experiment.build import build, split_market
 from tailguard.experiment.trained_run import open_run
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import cvar_bound
+from tailguard.risk.throttle import Throttle
 from tailguard.runs.folder import RunFolder
-from tailguard.runs.members import Members, train_members
+from tailguard.runs.members import Members, combine, train_members
 from tailguard.runs.outcome import describe_agent
 from tailguard.runs.runner import resume_run, train
 from tailguard.runs.validation import Validation
@@ -103,6 +107,49 @@ def test_the_exposure_keeps_the_limit_on_what_no_member_has_seen(tmp_path: Path,
     assert found.tail_episodes == pytest.approx(0.2 * len(outcomes(1.0)) / 8)
 
 
+def test_copies_of_a_market_are_no_evidence_of_their_own(small_config: Any) -> None:
+    """Four symbols with the same bars, each in an account of its own: bound, count and factor are those of one."""
+    market = tg.make_market(2_500, seed=0, signal=30).bars
+    frame = market.frame.drop("segment")
+    copies = tg.load_bars(pl.concat([frame.with_columns(symbol=pl.lit(name)) for name in "ABCD"]))
+    found = []
+    for bars in (market, copies):
+        config = small_config(*PATHWISE, "env.accounts=per_symbol", "risk.limit=-0.01")
+        split = split_market(config, bars)
+        members = Members.on(config, split.train, seed=0)
+        built = [members.build(number) for number in range(3)]
+        for member in built:
+            member.agent.policy.action_head.linear.bias.data.fill_(0.5)  # an exposure that binds
+        agent = combine(built, Validation(members.first, split.validation), config, Console(quiet=True))
+        found.append((asdict(agent.calibration), sum(len(member.held_out()) for member in built)))
+    (one, episodes), (four, more) = found
+    assert more == 4 * episodes
+    assert one["factor"] < 2
+    assert four == pytest.approx(one, rel=1e-4)  # features are scaled in float32
+
+
+def test_the_throttle_follows_from_the_limit_alone(tmp_path: Path, finished: Any, small_config: Any) -> None:
+    """With and without a calibration, after the run and after it is loaded."""
+    result, _ = finished
+    assert result.agent.make_throttle() == Throttle(-0.02, 0.2)
+    assert open_run(result.folder).agent.make_throttle() == Throttle(-0.02, 0.2)
+    config = small_config(*PATHWISE, "risk.confidence=0", "training.members=1")
+    first = Members.on(config, split_market(config, tg.make_market(2_500, seed=0, signal=30).bars).train, 0).build(0)
+    for settings in (config, replace(config, risk=replace(config.risk, confidence=0.9))):
+        agent = combine([first], None, settings, Console(quiet=True))  # without validation nothing is held out
+        assert agent.calibration is None
+        assert agent.make_throttle() == Throttle(-0.02, 0.2)
+    agent.save(tmp_path / "agent")
+    assert load_agent(tmp_path / "agent").make_throttle() == Throttle(-0.02, 0.2)
+    for off in ("risk.throttle=false", "risk.measure=drawdown", "risk.limit=null"):
+        settings = small_config(*PATHWISE, "risk.confidence=0", "training.members=1", off)
+        assert combine([first], None, settings, Console(quiet=True)) is first.agent
+    console = Console(record=True, width=300, file=open("/dev/null", "w"))  # noqa: SIM115
+    off = train(small_config(*PATHWISE, "risk.throttle=false"), tmp_path / "off", console)
+    assert off.agent.make_throttle() is None
+    assert "risk.bound=pivotal is wider and holds more often" in console.export_text()
+
+
 def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(finished: Any) -> None:
     result, text = finished
     assert isinstance(result.agent, Ensemble)
@@ -110,7 +157,8 @@ def test_a_run_ends_with_the_ensemble_and_says_why_its_exposure_is_what_it_is(fi
     for number in (1, 2, 3):
         assert f"{number} of 3, trained without" in text
     assert f"exposure ×{result.agent.exposure:.2f}: as learned, the worst 20 % of held-out episodes made" in text
-    assert "confidence no less than" in text
+    assert "with a nominal 90 % bound of" in text
+    assert "a 90 % bound holds in about three of four cases, not in nine of ten; the throttle acts" in text
     # What an update will see is said before the first member is trained, and after each whether its limit was kept.
     assert text.index("an update sees 1.6 tail episodes, fewer than 5: too few") < text.index("1 of 3, trained without")
     for number in range(3):
@@ -188,6 +236,24 @@ def test_every_command_takes_an_ensemble(finished: Any, tmp_path: Path, monkeypa
     assert (tmp_path / "report.html").is_file()
 
 
+def test_a_backtest_of_a_run_may_be_without_its_throttle(finished: Any, tmp_path: Path) -> None:
+    result, _ = finished
+    folder = shutil.copytree(result.folder, tmp_path / "run")
+    shutil.rmtree(folder / AGENT)
+    Ensemble(result.agent.members, 3.0, throttled=Throttle(-1e-4, 0.2)).save(folder / AGENT)
+    found = {}
+    for switch in ("--throttle", "--no-throttle"):
+        made = CliRunner().invoke(app, ["backtest", str(folder), switch, "--json", str(tmp_path / switch)])
+        assert ("its losses throttled it" in made.output) == (switch == "--throttle")
+        found[switch] = json.loads((tmp_path / switch).read_text())["results"][AGENT]
+    assert found["--throttle"]["throttled"] > 0.05
+    assert found["--no-throttle"]["throttled"] == 0
+    free = tg.backtest(open_run(folder).agent, open_run(folder).part("test"), throttle=False)
+    assert found["--no-throttle"]["total_return"] == pytest.approx(free.metrics["total_return"])
+    refused = CliRunner().invoke(app, ["backtest", str(folder), "--no-throttle", "--feed", "late:1"])
+    assert refused.exit_code != 0
+
+
 def test_an_interrupted_run_resumes_with_the_member_that_was_interrupted(
     finished: Any, tmp_path: Path, small_config: Any
 ) -> None:
@@ -236,7 +302,7 @@ def test_one_member_with_a_limit_is_calibrated_on_the_validation_part(tmp_path: 
     off = train(
         small_config(*PATHWISE, "training.members=1", "risk.confidence=0"), tmp_path / "off", Console(quiet=True)
     )
-    assert isinstance(off.agent, tg.PathwiseLearner)
+    assert (off.agent.exposure, off.agent.calibration) == (1.0, None)
 
 
 def test_too_many_members_for_the_bars_are_refused_before_training(tmp_path: Path, small_config: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 import tailguard as tg
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.errors import BarsError, ConfigError
 from tailguard.evaluate.baselines import AGENT, OPTIMUM, RANDOM, BuyAndHold
 from tailguard.evaluate.budget import Budget
@@ -172,5 +173,6 @@ def test_a_risk_budget_and_a_shield_go_from_the_settings_into_the_run(tmp_path: 
     assert lines[-1]["risk/lambda"] > 0
     assert lines[-1]["data/shielded"] > 0
     assert result.results[AGENT].shielded.any()
-    assert tg.DistributionalPPO.load(result.folder / AGENT).risk is not None
+    (member,) = Ensemble.load(result.folder / AGENT).members
+    assert member.risk is not None
     assert "cvar_realised" in capsys.readouterr().out

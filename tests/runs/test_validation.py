@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_growth_and_tail_are_those_of_episodes_traded_one_by_one(measure: Any) -
     assert found.score == budget_score(found.growth, found.cvar, -1e-5) < found.growth
 
 
-def test_training_growth_is_known_of_policies_that_do_not_explore() -> None:
+def test_training_growth_is_that_of_the_finished_episodes_where_a_policy_does_not_explore() -> None:
     """The mean of the finished episodes' log returns, taken from the environment's own outcomes."""
     bars = tg.make_market(900, seed=5).bars
     env = TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])
@@ -85,9 +86,46 @@ def test_training_growth_is_known_of_policies_that_do_not_explore() -> None:
     pnl = agent.episodes.kept[:80, 2].numpy()  # 80 episodes of 24 bars, a day each
     assert abs(growth) > 0.02
     assert growth == pytest.approx(np.log1p(pnl).mean() * 365.25, abs=1e-4)
+
+
+def test_what_a_policy_that_explores_has_learned_of_its_bars_is_traded_without_exploration() -> None:
+    """Against backtests of single training episodes; only of those that a member trains on."""
+    bars = tg.make_market(900, seed=5).bars
     explorer = make_agent(bars)
-    explorer.learn(96)
-    assert np.isnan(Validation(explorer, bars).training_growth(explorer))
+    explorer.learn(960)
+    env, validation = explorer.env, Validation(explorer, bars)
+    env.restrict_starts(env.starts[300:340])  # fewer than are traded
+    made = []
+    for row in range(40):
+        first = int(env.prepared.panel.time[env.starts[row]])
+        start = datetime.fromtimestamp(first / 1000, UTC)
+        part = bars.between(start, start + 25 * bars.frequency, lead_in=200)
+        made.append(np.log(tg.backtest(explorer, part, warn_in_sample=False).equity[-1]))
+    found = validation.training_growth(explorer)
+    assert found == pytest.approx(np.mean(made) * 365.25, rel=1e-3)
+    before = explorer.generator.get_state()
+    validation.training_growth(explorer)
+    assert torch.equal(explorer.generator.get_state(), before)  # a resumed run is the same
+
+
+def test_ppo_is_told_that_it_has_memorised_its_bars() -> None:
+    """Trained on a few days of noise until it knows them: growth is there in training, and not on validation bars."""
+    noise = tg.make_market(700, seed=1, signal=0.0).bars
+    first, last = noise.end_points
+    middle = first + (last - first) / 2
+    train, other = noise.between(first, middle), noise.between(middle, last)
+    free = tg.MarketConfig(fee=0.0, half_spread=0.0, funding_rate=0.0)
+    env = TradingEnv(train, free, num_envs=64, episode_length=24, features=["return_1", "return_4", "return_24"])
+    agent = tg.DistributionalPPO(
+        env, n_steps=24, minibatch_size=384, epochs=6, hidden=(32,), lstm_size=16, quantiles=4, learning_rate=1e-2
+    )
+    validation, said = Validation(agent, other), []
+    for _ in range(2):
+        agent.learn(20 * 24 * 64, reset_num_timesteps=False)
+        growth = validation.evaluate(agent).growth
+        metrics = {"eval/growth": growth, "eval/gap": validation.training_growth(agent) - growth}
+        said += agent.health.evaluated(metrics, agent.num_timesteps)
+    assert [alarm.name for alarm in said] == ["memorised"]
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------

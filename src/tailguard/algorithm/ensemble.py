@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,12 @@ class Ensemble:
 
     `members`: at least one; agents with continuous actions, trained on the same features and scaling.
     `exposure`: a factor on the mean action, or an `Exposure` that also says how it was calibrated.
-    `throttled`: whether realised losses reduce the exposure further in backtests and trading; needs an `Exposure`.
+    `throttled`: whether realised losses reduce the exposure further in backtests and trading: a `Throttle` as it is
+    before the first loss, or True for the one of the calibrated limit.
     """
 
     def __init__(
-        self, members: Sequence[Learner], exposure: float | Exposure = 1.0, *, throttled: bool = False
+        self, members: Sequence[Learner], exposure: float | Exposure = 1.0, *, throttled: bool | Throttle = False
     ) -> None:
         if not members:
             raise ConfigError("members: an ensemble needs at least one agent")
@@ -50,9 +51,9 @@ class Ensemble:
         """How the exposure was calibrated; None where it was given."""
         self.exposure = exposure.factor if isinstance(exposure, Exposure) else exposure
         check_range("exposure", self.exposure, low=0)
-        self.throttled = throttled
+        self._throttle = self._fresh_throttle(throttled)
         if self.spec is not None:
-            self.spec.constraints.check_fits(throttled=throttled)
+            self.spec.constraints.check_fits(throttled=self.throttled)
         first = self.members[0]
         if not isinstance(first.env.action_space, Box):
             raise ConfigError(
@@ -68,6 +69,11 @@ class Ensemble:
     def spec(self) -> TradingSpec | None:
         """What the members need to trade new bars; None if they were not trained on bars."""
         return self.members[0].spec
+
+    @property
+    def throttled(self) -> bool:
+        """Whether realised losses reduce the exposure further."""
+        return self._throttle is not None
 
     @property
     def num_timesteps(self) -> int:
@@ -106,8 +112,16 @@ class Ensemble:
 
     def make_throttle(self) -> Throttle | None:
         """A fresh throttle for an account that the ensemble trades; None where it has none."""
-        calibration = self.calibration
-        return Throttle(calibration.limit, calibration.alpha) if self.throttled and calibration is not None else None
+        return None if self._throttle is None else replace(self._throttle)
+
+    def _fresh_throttle(self, throttled: bool | Throttle) -> Throttle | None:
+        if isinstance(throttled, Throttle):
+            return replace(throttled)
+        if not throttled:
+            return None
+        if self.calibration is None:
+            raise ConfigError("throttled: a throttle follows a limit. Give a calibrated exposure, or a Throttle")
+        return Throttle(self.calibration.limit, self.calibration.alpha)
 
     def scaled_networks(self, observation_size: int | None = None) -> tuple[ScaledNetwork, ...]:
         """The members' networks, with their inputs' scaling."""
@@ -140,6 +154,7 @@ class Ensemble:
             "tailguard": __version__,
             "exposure": self.exposure,
             "throttled": self.throttled,
+            "throttle": None if self._throttle is None else asdict(self._throttle),
             "calibration": None if self.calibration is None else asdict(self.calibration),
             MEMBERS: [describe(member) for member in self.members],
         }
@@ -163,7 +178,9 @@ class Ensemble:
             ]
             calibration = about["calibration"]
             exposure = about["exposure"] if calibration is None else Exposure.from_dict(calibration)
-            return cls(members, exposure, throttled=bool(about["throttled"]))
+            throttle = about.get("throttle")  # agents of before have that of their calibration alone
+            throttled = bool(about["throttled"]) if throttle is None else Throttle(**throttle)
+            return cls(members, exposure, throttled=throttled)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{folder}: not the description of an ensemble: {error!r}") from error
 

@@ -127,12 +127,13 @@ class RiskBudget:
         seen = self.tail_outcomes
         number = f"{seen:.2g}" if seen < 10 else f"{seen:,.0f}"
         words = f"an update sees {number} tail {what}"
+        if seen >= MANY_TAIL_OUTCOMES:
+            return words
+        needed = math.ceil(self.num_envs * MANY_TAIL_OUTCOMES / seen)
+        more = f"env.num_envs={needed} shows {MANY_TAIL_OUTCOMES}"
         if seen < FEW_TAIL_OUTCOMES:
-            words += f", fewer than {FEW_TAIL_OUTCOMES}: too few to follow; use more accounts or shorter episodes"
-        elif seen < MANY_TAIL_OUTCOMES:
-            needed = math.ceil(self.num_envs * MANY_TAIL_OUTCOMES / seen)
-            words += f" (env.num_envs={needed} shows {MANY_TAIL_OUTCOMES})"
-        return words
+            return f"{words}, fewer than {FEW_TAIL_OUTCOMES}: too few to follow; {more}, shorter episodes show more too"
+        return f"{words} ({more})"
 
     def set_limit(self, limit: float | None, penalty: float) -> None:
         """Put another limit in force, or another fixed penalty where there is none; λ's gains and window stay."""

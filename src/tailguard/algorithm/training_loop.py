@@ -37,6 +37,7 @@ def run_iterations(
     goal = begun + total_timesteps
     rollout_size = learner.config.n_steps * learner.env.num_envs
     writers = make_writers(learner, log_interval, tb_log_name or type(learner).__name__, new_run=reset_num_timesteps)
+    learner.health.updates = learner.health.iterations + math.ceil(total_timesteps / rollout_size)
     listener = make_callback([*make_callbacks(callback), *writers])
     listener.init_callback(learner)
     scope = {"self": learner, "total_timesteps": goal, "log_interval": log_interval, "callback": listener}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.audit.registry import Measurement, at_least, at_most, register_check, within, worst
 from tailguard.audit.subject import Subject
+from tailguard.config import load_config
 from tailguard.data.synthetic import make_market
 from tailguard.envs.tasks import BetsEnv
 from tailguard.envs.trading import TradingEnv
@@ -102,18 +104,19 @@ def limit_acts_on_the_true_tail(subject: Subject) -> Measurement:
 # --- a broken limit is said ------------------------------------------------------------------------------------------
 
 
-def updates_until_alarm(gains: tuple[float, float], seed: int, updates: int) -> tuple[int, str]:
-    """Updates under a tail of 3.3 times the limit until an alarm is raised, and its name."""
+def updates_until_alarm(gains: tuple[float, float], seed: int, updates: int, names: Sequence[str]) -> tuple[int, str]:
+    """Updates of a run under a tail of 3.3 times the limit until one of these alarms is raised, and which one."""
     constraint = CVaRConstraint(RiskConfig(limit=-0.02).with_gains(*gains))
-    monitor = HealthMonitor()
+    monitor = HealthMonitor(updates=updates)
     draw = torch.Generator().manual_seed(seed)
     counted = torch.ones(400, dtype=torch.bool)
     for update in range(updates):
         constraint.observe(0.066 / NORMAL_ES * torch.randn(400, generator=draw), counted)
         metrics = {name: float(value) for name, value in constraint.metrics().items()}
         raised = monitor.check(metrics | {"risk/tail_outcomes": 20.0, "train/n_updates": 1.0}, update)
-        if any(alarm.name == "risk_infeasible" for alarm in raised):
-            return update + 1, "risk_infeasible"
+        said = [alarm.name for alarm in raised if alarm.name in names]
+        if said:
+            return update + 1, said[0]
     return updates + 1, "none"
 
 
@@ -121,16 +124,22 @@ def updates_until_alarm(gains: tuple[float, float], seed: int, updates: int) -> 
     "P2",
     "Is a limit that training breaks an alarm on the way, and said at its end?",
     why="A tail of 6.6 % against 2 % went on for a million steps with a multiplier of one, no alarm and no word.",
-    remedy="See risk_infeasible in monitor/health.py and dual_step in risk/constraint.py, whose multiplier must reach "
-    "its cap.",
+    remedy="See limit_broken and risk_infeasible in monitor/health.py, and dual_step in risk/constraint.py, whose "
+    "multiplier must reach its cap.",
     fast=True,
 )
 def broken_limits_are_said(subject: Subject) -> Measurement:
     found = []
-    for name, gains in (("PPO", (0.5, 0.02)), ("gradients through the market", (2.0, 0.1))):
-        updates, alarm = updates_until_alarm(gains, subject.seed, 400)
-        found.append(at_most(f"updates under a tail of 3.3 times the limit until the alarm, gains of {name}",
+    for kind, name in (("ppo", "PPO"), ("pathwise", "gradients through the market")):
+        config = load_config(overrides=["risk.limit=-0.02", f"learner={kind}"])
+        gains, steps = config.chosen.multiplier_gains, config.num_envs * config.chosen.n_steps
+        updates, alarm = updates_until_alarm(gains, subject.seed, 400, ["risk_infeasible"])
+        found.append(at_most(f"updates under a tail of 3.3 times the limit until λ at its cap is said, gains of {name}",
                              updates, 200, alarm))  # fmt: skip
+        of_run = math.ceil(config.training.total_timesteps / steps)
+        updates, alarm = updates_until_alarm(gains, subject.seed, of_run, ["limit_broken", "risk_infeasible"])
+        found.append(at_most(f"share of the updates of a default run under such a tail until an alarm, {name}",
+                             updates / of_run, 0.5, alarm))  # fmt: skip
     # A learner whose limit no position keeps: the sentence at the end of its training.
     env = TradingEnv(subject.bars, num_envs=24, episode_length=12, stagger=4, seed=subject.seed)
     learner = subject.learner(env, risk=RiskConfig(limit=-1e-5, alpha=0.5, window=48))

@@ -57,6 +57,9 @@ def backtest(
     noise: Annotated[
         float, typer.Option(help="Noise on the agent's features, in standard deviations of each: 0.1.")
     ] = 0.0,
+    throttle: Annotated[
+        bool, typer.Option(help="Let losses reduce the agent's exposure, where it was trained to have a throttle.")
+    ] = True,
     csv: Annotated[
         Path | None,
         typer.Option(help="Write the agent's equity, weights and costs for every bar to a .csv or .parquet file."),
@@ -124,9 +127,11 @@ def backtest(
         tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps, target
     )
     read_run_config(run, trust_plugins=trust_plugins)
-    stress = Stress(costs, delay, noise)
-    about = {"run": str(run), "costs": costs, "delay": delay, "noise": noise}
+    stress = Stress(costs, delay, noise, throttle)
+    about = {"run": str(run), "costs": costs, "delay": delay, "noise": noise, "throttle": throttle}
     if disturbances:
+        if not throttle:
+            raise ConfigError("--no-throttle: is for a backtest without --feed and --attack; leave it out")
         if csv is not None:
             raise ConfigError("--csv: holds the bars of one backtest; with --feed or --attack use --json")
         disturbed = _show_disturbed(

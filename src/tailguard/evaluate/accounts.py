@@ -54,6 +54,10 @@ def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
     throttles = [
         spread(account, result.throttle, 1.0) for account, result in enumerate(results) if result.throttle is not None
     ]
+    free = [
+        float(result.equity[-1] - 1) if result.unthrottled_return is None else result.unthrottled_return
+        for result in results
+    ]
     shielded = [spread(account, result.shielded.astype(np.float64)) for account, result in enumerate(results)]
     return BacktestResult(
         time=time,
@@ -71,4 +75,7 @@ def pooled(results: Sequence[BacktestResult]) -> BacktestResult:
         sessions=results[0].sessions,
         symbols=tuple(symbol for result in results for symbol in result.symbols),
         throttle=np.mean(throttles, axis=0) if throttles else None,
+        unthrottled_return=float(np.mean(free))
+        if any(each.unthrottled_return is not None for each in results)
+        else None,
     )

@@ -99,6 +99,8 @@ class BacktestResult:
     symbols: tuple[str, ...]
     throttle: Float | None = None
     """Factor of the agent's throttle on its exposure, [T]; None without one. `targets` are those after it."""
+    unthrottled_return: float | None = None
+    """Total return had the throttle not acted; None where it did not."""
     sessions: Pace | None = None
     """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
 
@@ -243,7 +245,16 @@ def backtest(
         )
         decider = FunctionDecider(policy, seen) if callable(policy) else ArrayDecider(policy, panel)
     control = policy.make_throttle() if throttle and isinstance(policy, Throttled) else None
-    return _run(task, decider, panel, usable, delay, progress_bar, control)
+    result = _run(task, decider, panel, usable, delay, progress_bar, control)
+    if result.throttle is None or not (result.throttle < 1).any():
+        return result
+    if result.throttle.min() > 0:
+        # Returns are proportional to exposure but for market impact.
+        return replace(result, unthrottled_return=float(np.prod(1 + result.net / result.throttle) - 1))
+    # What an agent that was stopped would have made is not in its record.
+    assert isinstance(policy, BacktestAgent)
+    free = _run(task, AgentDecider(step_policy(policy), task, panel), panel, usable, delay, progress_bar, None)
+    return replace(result, unthrottled_return=float(free.equity[-1] - 1))
 
 
 def _warn_in_sample(trained: TrainingBars, panel: Panel) -> None:
@@ -373,7 +384,10 @@ def _book(task: TradingTask, course: _Course, panel: Panel, liquidated: bool) ->
         targets=course.targets,
         weights=weights,
         costs={kind: booked[kind] for kind in kinds},
-        **{name: booked[name] for name in BOOKED},
+        net=booked["net"],
+        pnl=booked["pnl"],
+        turnover=booked["turnover"],
+        unfilled=booked["unfilled"],
         shielded=course.shielded,
         liquidated=liquidated,
         bars_per_year=panel.bars_per_year,

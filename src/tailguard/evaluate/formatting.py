@@ -103,5 +103,5 @@ def describe_exposure(exposure: Exposure) -> str:
     return (
         f"×{exposure.factor:.2f}: as learned, {tail} made {before} on average "
         f"({exposure.tail_episodes:.1f} independent episodes in that tail); at ×{exposure.factor:.2f} they make "
-        f"{after}, and with {100 * exposure.level:g} % confidence no less than {bound}"
+        f"{after}, with a nominal {100 * exposure.level:g} % bound of {bound}"
     )

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tailguard.data.panel import Panel
 from tailguard.envs.episodes import GROWTH_FLOOR, TradingTask, episode_starts
 from tailguard.envs.spec import TradingSpec, task_for
 from tailguard.evaluate.accounts import separate
@@ -43,10 +44,14 @@ class Outcomes:
 
 
 class HeldOutEpisodes:
-    """Episodes of one account: a task, the rows at which they start, and the bars between two starts."""
+    """Episodes of one account: a task, the rows at which they start, and the bars between two starts.
 
-    def __init__(self, task: TradingTask, starts: Tensor, stride: int) -> None:
+    `time`: when each starts, in bars; None: their rows, as in a single market.
+    """
+
+    def __init__(self, task: TradingTask, starts: Tensor, stride: int, time: Tensor | None = None) -> None:
         self.task, self.starts, self.stride = task, starts, stride
+        self.time = starts if time is None else time
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -101,9 +106,14 @@ def episodes_on(spec: TradingSpec, bars: Bars, feed: Feed | None = None) -> list
             spec.episode_length,
         )
         stride = stride_of(len(possible), spec.episode_length)
-        episodes = HeldOutEpisodes(task, spaced_starts(possible, stride), stride)
-        accounts += [episodes] if len(episodes) else []
+        starts = spaced_starts(possible, stride)
+        accounts += [HeldOutEpisodes(task, starts, stride, opening_times(panel, starts))] if len(starts) else []
     return accounts
+
+
+def opening_times(panel: Panel, rows: Tensor) -> Tensor:
+    """Open times of these rows, in lengths of a bar since 1970: the same for all symbols."""
+    return torch.as_tensor(np.asarray(panel.time)[rows.cpu().numpy()] // panel.frequency_ms)
 
 
 def stride_of(possible: int, length: int) -> int:

@@ -77,10 +77,9 @@ def _throttled(results: Mapping[str, BacktestResult]) -> list[str]:
         acted = percent(float((result.throttle < 1).mean()), sign=False)
         lowest, mean = float(result.throttle.min()), float(result.throttle.mean())
         words = f"{name}: its losses throttled it at {acted} of bars, to ×{lowest:.2f} of its exposure at the lowest"
-        if lowest > 0:
-            # Returns are proportional to exposure but for market impact.
-            free = float(np.prod(1 + result.net / result.throttle))
-            made, instead = percent(float(result.equity[-1] - 1)), percent(free - 1)
-            words += f" and ×{mean:.2f} on average; without it the period's {made} would have been about {instead}"
+        words += f" and ×{mean:.2f} on average"
+        if result.unthrottled_return is not None:
+            made, instead = percent(float(result.equity[-1] - 1)), percent(result.unthrottled_return)
+            words += f"; without it the period's {made} would have been about {instead}"
         notes.append(words)
     return notes

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stress:
-    """What a backtest makes worse."""
+    """What a backtest makes worse, and whether the agent may react to it."""
 
     costs: float = 1.0
     """Factor on all assumed costs."""
@@ -41,6 +41,8 @@ class Stress:
     """Extra bars between a decision and its fill."""
     noise: float = 0.0
     """Noise on the agent's features, in standard deviations of each."""
+    throttle: bool = True
+    """Whether an agent's throttle acts."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,13 @@ def backtest_saved_run(
     bars, market = chosen.bars, scaled_costs(chosen.config.market, stress.costs)
     with progress() as begin:
         results = backtest_with_baselines(
-            chosen.agent, bars, market, delay=stress.delay, noise=stress.noise, before_each=begin
+            chosen.agent,
+            bars,
+            market,
+            delay=stress.delay,
+            noise=stress.noise,
+            throttle=stress.throttle,
+            before_each=begin,
         )
         notes = baseline_notes(results, bars, market)
         summary = summarise(results, own_budget(chosen.config), notes=notes, before_each=begin)

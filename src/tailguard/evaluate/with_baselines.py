@@ -42,6 +42,7 @@ def backtest_with_baselines(
     *,
     delay: int = 0,
     noise: float = 0.0,
+    throttle: bool = True,
     optimum: NDArray[np.float64] | None = None,
     seed: int = 0,
     before_each: Callable[[str], None] = lambda _: None,
@@ -50,7 +51,7 @@ def backtest_with_baselines(
 
     An agent that trades each symbol in an account of its own is shown as one capital, shared out equally among the
     symbols at the start, and so is every baseline. `noise` is on the agent's features, `seed` also that of the random
-    times of its trades.
+    times of its trades. `throttle`: whether the agent's own one acts, where it has one.
     """
     parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
 
@@ -61,7 +62,7 @@ def backtest_with_baselines(
         return [trade(part, number) for number, part in enumerate(parts)]
 
     before_each(AGENT)
-    own = each(lambda part, _: trade_bars(agent, part, market, delay=delay, noise=noise, seed=seed))
+    own = each(lambda part, _: trade_bars(agent, part, market, delay=delay, noise=noise, seed=seed, throttle=throttle))
     results = {AGENT: own}
     # What an agent cannot trade, for want of features, no baseline may.
     parts = [_from_first_trade(part, result) for part, result in zip(parts, own, strict=True)]

@@ -7,6 +7,7 @@ outside one call of `register_alarm`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -24,6 +25,8 @@ FEW_TAIL_OUTCOMES = 5
 share alone is then 45 % or more."""
 MEMORY = 20
 """Number of recent values to keep."""
+FALLING = 0.95
+"""A value below this share of its mean over the bad iterations before is falling."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,16 @@ class Rule:
     """Common causes and what to do."""
     patience: int = 5
     """Consecutive bad iterations before the alarm is raised."""
+    of_run: float = 0.0
+    """Share of the run's iterations that must be bad in a row, where that is more than `patience`; of its last one, no
+    other need be. Not raised where the length of the run is not known."""
     after: int = 0
     """Iterations at the start of training that are ignored."""
     remembers: tuple[str, ...] = ()
     """Metrics whose recent values it needs, in `past`."""
+    eases: str = ""
+    """One of them that is larger the worse the fault is: while it falls the alarm waits, but not in the last iteration
+    of a run."""
 
 
 def _value(metrics: Metrics, name: str) -> float:
@@ -233,20 +242,45 @@ AT_CAP = 10
 """Updates with λ at its cap and a broken limit before that is an alarm."""
 
 
-def _broken_at_cap(metrics: Metrics, past: Past) -> str | None:
-    """A message if λ is at its cap and the limit is broken by 5 % and by two standard errors of the measured CVaR."""
+def _is_broken(metrics: Metrics) -> bool:
+    """Whether the limit is broken by 5 % and by two standard errors of the measured CVaR."""
+    beyond = _value(metrics, "risk/limit") - _value(metrics, "risk/cvar_realised")
+    return _value(metrics, "risk/violation") > 0.05 and beyond > 2 * _value(metrics, "risk/cvar_error")
+
+
+def _tail_in_words(metrics: Metrics) -> str:
     tail, mean, limit, error = (
         100 * _value(metrics, f"risk/{name}") for name in ("cvar_realised", "mean_realised", "limit", "cvar_error")
     )
-    broken = _value(metrics, "risk/violation") > 0.05 and limit - tail > 2 * error
-    if not (_value(metrics, "risk/at_cap") > 0 and broken):
+    return (
+        f"the CVaR of recent outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of "
+        f"{limit:.2f} %"
+    )
+
+
+def _broken_at_cap(metrics: Metrics, past: Past) -> str | None:
+    """A message if λ is at its cap and the limit is broken."""
+    if not (_value(metrics, "risk/at_cap") > 0 and _is_broken(metrics)):
         return None
     # The best under the largest multiplier: earlier CVaRs are those of an agent that hardly traded yet.
-    best = max([tail, *(100 * value for value in past.get("risk/cvar_realised", [])[-(AT_CAP - 1) :])])
+    reached = [_value(metrics, "risk/cvar_realised"), *past.get("risk/cvar_realised", [])[-(AT_CAP - 1) :]]
     return (
-        f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and the CVaR of recent "
-        f"outcomes is {tail:.2f} ± {error:.2f} % (mean {mean:+.2f} %) against a limit of {limit:.2f} %; the best it "
-        f"reached there is {best:.2f} %."
+        f"the Lagrange multiplier λ is at its cap of {_value(metrics, 'risk/lambda'):g}, and "
+        f"{_tail_in_words(metrics)}; the best it reached there is {100 * max(reached):.2f} %."
+    )
+
+
+def limit_broken(metrics: Metrics, past: Past) -> str | None:
+    """A limit that is broken for a quarter of the run, or at its end, whatever λ is: short runs end before its cap."""
+    # λ moves only once the tail holds enough outcomes.
+    if not (_value(metrics, "risk/lambda") > 0 and _is_broken(metrics)):
+        return None
+    limit, reached = _value(metrics, "risk/limit"), [_value(metrics, "risk/cvar_realised")]
+    # Before the limit was broken the agent hardly traded yet.
+    reached += itertools.takewhile(lambda tail: tail < limit, reversed(past.get("risk/cvar_realised", [])))
+    return (
+        f"{_tail_in_words(metrics)}; in the last updates that broke it the best is {100 * max(reached):.2f} %, and λ "
+        f"is {_value(metrics, 'risk/lambda'):.2g}."
     )
 
 
@@ -369,6 +403,16 @@ RULES: tuple[Rule, ...] = (
         remembers=("risk/cvar_realised",),
     ),
     Rule(
+        "limit_broken",
+        limit_broken,
+        "too few updates or tail episodes for the limit, or one that no position keeps. Train for more steps, raise "
+        "env.num_envs, or loosen risk.limit. With a limit the exposure is still calibrated on held-out bars.",
+        patience=5,
+        of_run=0.25,
+        remembers=("risk/cvar_realised", "risk/violation"),
+        eases="risk/violation",
+    ),
+    Rule(
         "tail_undersampled",
         tail_undersampled,
         "too few episodes per rollout. Raise env.num_envs, ppo.n_steps or risk.alpha, or shorten episodes.",
@@ -458,6 +502,8 @@ class HealthMonitor:
     evaluations: dict[str, float] = field(default_factory=dict)
     """The last value of every evaluation metric."""
     iterations: int = 0
+    updates: int = 0
+    """Iterations at the end of the run; 0: not known."""
 
     def check(self, metrics: Metrics, step: int) -> list[Alarm]:
         """Check an iteration's metrics; returns alarms that are raised for the first time."""
@@ -465,7 +511,8 @@ class HealthMonitor:
         raised = []
         for rule in self.rules:
             what = rule.check(metrics, self.past) if self.iterations > rule.after else None
-            raised += self._count(rule, what, step)
+            falls = bool(rule.eases) and self._falls(rule, metrics)
+            raised += self._count(rule, what, step, waits=falls and self.iterations != self.updates)
         for name in dict.fromkeys(name for rule in self.rules for name in rule.remembers):
             if name in metrics and math.isfinite(metrics[name]):
                 self.past[name] = [*self.past.get(name, []), metrics[name]][-MEMORY:]
@@ -488,14 +535,27 @@ class HealthMonitor:
             raised += self._count(MEMORISED, memorised(metrics), step)
         return raised
 
-    def _count(self, rule: Rule, what: str | None, step: int) -> list[Alarm]:
+    def _falls(self, rule: Rule, metrics: Metrics) -> bool:
+        """Whether the metric that shows how bad the fault is falls over the bad iterations in a row."""
+        streak, past = self.streaks.get(rule.name, 0), self.past.get(rule.eases, [])
+        return streak > 0 and _value(metrics, rule.eases) < FALLING * statistics.mean(past[-streak:])
+
+    def _count(self, rule: Rule, what: str | None, step: int, *, waits: bool = False) -> list[Alarm]:
         self.streaks[rule.name] = self.streaks.get(rule.name, 0) + 1 if what else 0
-        # The first of several equal evaluations has nothing to compare with, so it is not in the streak.
-        needed = rule.patience - 1 if rule is CONSTANT_EVALUATION else rule.patience
-        if what is None or self.streaks[rule.name] < needed:
+        if what is None or waits or self.streaks[rule.name] < self._needed(rule):
             return []
         self.counts[rule.name] = self.counts.get(rule.name, 0) + 1
         return [Alarm(rule.name, step, what, rule.usually)] if self.counts[rule.name] == 1 else []
+
+    def _needed(self, rule: Rule) -> float:
+        """Bad iterations in a row that raise an alarm."""
+        if rule is CONSTANT_EVALUATION:  # the first of several equal ones has nothing to compare with
+            return rule.patience - 1
+        if not rule.of_run:
+            return rule.patience
+        if self.iterations == self.updates:
+            return 1
+        return max(rule.patience, math.ceil(rule.of_run * self.updates)) if self.updates else math.inf
 
     def metrics(self) -> dict[str, float]:
         """`warn/*`: bad iterations counted by each alarm so far."""

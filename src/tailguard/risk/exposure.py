@@ -79,6 +79,7 @@ def calibrate_exposure(
     alpha: float,
     level: float = 0.9,
     overlap: int = 1,
+    times: Tensor | None = None,
     kind: BoundKind = "percentile",
     seed: int = 0,
 ) -> Exposure:
@@ -87,6 +88,7 @@ def calibrate_exposure(
     `outcomes_at`: outcomes of the held-out episodes traded at an exposure, [n] or [n, k]: a row for each episode, in
         the order of time, with k outcomes of it. It is called for each candidate.
     `overlap`: how many consecutive episodes share a bar; 1 where they do not overlap.
+    `times`: when each episode begins, [n], any order: those of one time count as one; None: each has its own.
     `kind`: of the bound, see above.
     """
     check_range("limit", limit, low=-1, high=0, high_open=True)
@@ -96,8 +98,8 @@ def calibrate_exposure(
         """The tail at a factor, and its bound as a multiple of the limit."""
         outcomes = _rows(outcomes_at(factor))
         cvar = float(cvar_from_samples(outcomes.flatten(), alpha))
-        bound = cvar_bound(outcomes, alpha, level, block=2 * overlap, kind=kind, seed=seed)
-        tail_episodes = alpha * len(outcomes) / overlap
+        bound = cvar_bound(outcomes, alpha, level, block=2 * overlap, times=times, kind=kind, seed=seed)
+        tail_episodes = alpha * len(_rows_of_times(len(outcomes), times)) / overlap
         return Exposure(factor, limit, alpha, level, cvar, cvar, bound, tail_episodes), bound / limit
 
     candidate, use = at(1.0)
@@ -125,22 +127,27 @@ def cvar_bound(
     level: float,
     *,
     block: int,
+    times: Tensor | None = None,
     kind: BoundKind = "percentile",
     seed: int = 0,
     resamples: int = RESAMPLES,
 ) -> float:
-    """Lower confidence bound of CVaR_α of outcomes [n] or [n, k], from circular blocks of `block` rows."""
+    """Lower confidence bound of CVaR_α of outcomes [n] or [n, k], from circular blocks of `block` rows.
+
+    `times`: as of `calibrate_exposure`; blocks are then of so many times, each with all of its rows.
+    """
     check_range("level", level, low=0.5, high=1, high_open=True)
     check_count("block", block)
     check_choice("kind", kind, get_args(BoundKind))
     rows = _rows(outcomes)
-    count = len(rows)
+    at = _rows_of_times(len(rows), times)
+    count = len(at)
     generator = torch.Generator().manual_seed(seed)
     steps, resampled = torch.arange(min(block, count)), []
     for _ in range(resamples):
         first = torch.randint(count, (math.ceil(count / len(steps)), 1), generator=generator)
-        picked = ((first + steps) % count).flatten()[:count]
-        resampled.append(cvar_from_samples(rows[picked].flatten(), alpha))
+        picked = at[((first + steps) % count).flatten()[:count]].flatten()
+        resampled.append(cvar_from_samples(rows[picked[picked >= 0]].flatten(), alpha))
     tails = torch.stack(resampled)
     estimate = float(cvar_from_samples(rows.flatten(), alpha))
     if kind == "percentile" or estimate >= 0:  # a tail that gains has no logarithm
@@ -154,3 +161,17 @@ def _rows(outcomes: Tensor) -> Tensor:
     if not rows.numel() or not bool(rows.isfinite().all()):
         raise ConfigError("outcomes: an exposure is calibrated on at least one held-out episode, with finite outcomes")
     return rows
+
+
+def _rows_of_times(rows: int, times: Tensor | None) -> Tensor:
+    """The rows of each time in the order of time, −1 where one has fewer than another, [times, most rows of one]."""
+    if times is None:
+        return torch.arange(rows).unsqueeze(1)
+    if times.shape != (rows,):
+        raise ConfigError(f"times: shape {tuple(times.shape)} for {rows:,} episodes; give one time for each")
+    _, number, count = torch.unique(times, return_inverse=True, return_counts=True)
+    order = number.argsort(stable=True)
+    own = torch.arange(rows) - (count.cumsum(0) - count)[number[order]]
+    table = torch.full((len(count), int(count.max())), -1)
+    table[number[order], own] = order
+    return table

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.learner import Learner
+from tailguard.envs.feed_copies import MixedStarts
 from tailguard.errors import ConfigError
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on
+from tailguard.experiment.build import trading_env
 from tailguard.risk.config import RiskConfig, RiskMeasure
 from tailguard.risk.cvar import cvar_from_samples
 from tailguard.risk.exposure import MOST_EXPOSURE
@@ -21,6 +23,8 @@ from tailguard.robust.feed import Feed
 if TYPE_CHECKING:
     from tailguard.data.bars import Bars
 
+TRAINING_EPISODES = 256
+"""Training episodes that show what a policy earns there without its exploration."""
 BREACH_PENALTY = 5.0
 """Yearly log-growth that a tail of twice the limit costs: more than agents earn, so that the limit comes first."""
 
@@ -87,6 +91,16 @@ def signed(value: float) -> str:
     return f"{value:+.1f}".replace("-", "−")
 
 
+def training_episodes(agent: Learner) -> HeldOutEpisodes:
+    """Episodes at places all over the bars that the agent trains on, without randomisation."""
+    env = trading_env(agent)
+    starts = env.starts.rows if isinstance(env.starts, MixedStarts) else env.starts
+    count = starts.shape[0]
+    places = torch.linspace(0, count - 1, min(TRAINING_EPISODES, count), dtype=torch.float64).long()
+    rows = starts.index_select(0, places.to(env.device)).cpu()
+    return HeldOutEpisodes(env.whole_task, rows[rows < env.prepared.own_rows], env.episode_length)
+
+
 class Validation:
     """Yearly log-growth and tail over the validation part, net of costs and without exploration."""
 
@@ -127,12 +141,15 @@ class Validation:
         return ValidationResult(growth, cvar, budget_score(growth, cvar, risk.limit))
 
     def training_growth(self, agent: Learner) -> float:
-        """Yearly log-growth of the last finished training episodes; NaN where their rewards do not tell it.
+        """Yearly log-growth of training episodes; NaN where the rewards of a policy without exploration hide it.
 
-        A policy that explores pays for it in training: its growth there cannot be compared.
+        Of a policy that explores, episodes are traded again without it: it pays for it, and validation does not.
         """
         metrics, explores = agent.metrics, getattr(agent.config, "stochastic", True)
-        if agent.spec is None or agent.spec.reward != "log" or explores:
+        if explores:
+            traded = training_episodes(agent).trade(agent)
+            return float(traded.growth.mean()) / self.length * self.bars_per_year
+        if agent.spec is None or agent.spec.reward != "log":
             return math.nan
         earned, length = (metrics.get(f"rollout/ep_{name}_mean", math.nan) for name in ("rew", "len"))
         return earned / length * self.bars_per_year if length else math.nan
