@@ -71,10 +71,13 @@ def test_a_fault_that_cannot_be_computed_is_a_note(evidence: ReportData) -> None
     assert "Not shown: missing:1@0.02" in "".join(page.parts)
 
 
-def test_certificates_are_sentences_and_none_is_nothing() -> None:
+def test_certificates_are_sentences_and_their_absence_is_a_note(evidence: ReportData) -> None:
     page = Page()
     add_certificates(page, [])
     assert not page.parts
+    why = "certificates are for network.encoder=flat"
+    text = "".join(report_page(replace(evidence, certificates=(), not_certified=why)).parts)
+    assert f"Not shown: {why}." in text
     add_certificates(page, [Certificate(0.05, 0.013, 0.04, 0.12, 0.83, 5_184)])
     text = "".join(page.parts).replace("&nbsp;", " ")
     assert "by up to 0.05 standard deviations at a bar" in text
