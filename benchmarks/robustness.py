@@ -5,17 +5,19 @@
     python benchmarks/robustness.py --only market Reacher      cases whose name contains one of these, in this order
     python benchmarks/robustness.py --table                    the tables of what is there, without running anything
     python benchmarks/robustness.py --cost                     cost of the inner attack, as a multiple of a plain update
+    python benchmarks/robustness.py --only Reacher --seeds 1000 1001 --epsilon 0.4 --set coef=0.1 --out trials/a
 
 A case is one agent of one seed: trained, then judged. Each is one line of OUT/cases.jsonl. Agents act
 deterministically: on true observations, under noise at the corners of the ball, and under six attacks: FGSM, PGD and
 SGLD on the size of the action's change, PGD on the action's sign (`reverse`), on the critic, and an adversary that was
-trained against this very agent. The strongest is the one that leaves least, chosen for each agent. The ball has the
-same size in raw observations for both kinds of agents: ε is in standard deviations of what a plain agent of a
-development seed sees, in the market of the training bars.
+trained against this very agent. The strongest is the one that leaves least, chosen for each agent. How far PGD and
+noise move an action is compared at equal states: those of the agent that sees the truth. The ball has the same size in
+raw observations for both kinds of agents: ε is in standard deviations of what a plain agent of a development seed sees,
+in the market of the training bars.
 
 What an agent keeps is counted from what no skill earns: 0 in the market (no trade), the return of standing still in
 Reacher, that of random actions in Pendulum. Settings were chosen on seeds from 1000 on; seeds of the cases are 200 to
-207 for the market and 0 to 7 for the tasks. Cases named `feed` are those of benchmarks/feed.py.
+207 for the market and 0 to 7 for the tasks.
 """
 
 from __future__ import annotations
@@ -27,20 +29,22 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 import torch
+import yaml
+from torch import Tensor
 
 import tailguard as tg
 from tailguard.algorithm.adversary_training import train_adversary
 from tailguard.data.splits import Split
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.evaluate.held_out import episodes_on
-from tailguard.robust.attacked_policy import AttackedPolicy
+from tailguard.robust.attacked_policy import AttackedDecision, AttackedPolicy, Memories
 from tailguard.robust.attacks import Attack, attackable
 from tailguard.robust.config import RobustConfig
 
@@ -78,6 +82,16 @@ class Task:
         own = agent.scaled_networks()[0].units
         units = torch.ones_like(own) if self.units is None else torch.tensor(self.units)
         return attackable(agent.spec, len(own)) * units / own
+
+
+class OnTrueStates(AttackedPolicy):
+    """What an attack would do to each decision of an agent that sees the truth, acts on it and remembers it."""
+
+    def decide(self, observation: Tensor, memories: Memories, episode_start: Tensor) -> AttackedDecision:
+        decision = super().decide(observation, memories, episode_start)
+        with torch.inference_mode(False), torch.no_grad():
+            _, after = self.act(observation.clone(), memories[: len(self.networks)], episode_start.clone())
+        return replace(decision, action=decision.clean, memories=after)
 
 
 # --- the planted market, gradients through the market, LSTM ----------------------------------------------------------
@@ -147,7 +161,9 @@ def evaluate_gym(task: str, agent: Any, seed: int, episodes: int = 40) -> float:
 def attack_gym(
     task: str, options: dict[str, Any], steps: int, num_envs: int, agent: Any, attack: Attack, mask: Any, seed: int
 ) -> AttackedPolicy:
-    options = {**options, "learning_rate": 3e-3, "seed": 100 * seed + 50, "mask": mask}
+    # The adversary remembers, also where the agent does not.
+    options = {**options, "memory": "separate", "lstm_size": 32, "learning_rate": 3e-3, "mask": mask}
+    options["seed"] = 100 * seed + 50
     return train_adversary(agent, copies(task, num_envs), attack, timesteps=steps, **options)
 
 
@@ -177,7 +193,7 @@ TASKS: dict[str, Task] = {
         REACHER,
         steps=150_000,
         num_envs=16,
-        epsilon=0.3,
+        epsilon=0.4,
         robust=RobustConfig(coef=0.03, epsilon=0.4),
         floor=-11.15,
         units=(0.67, 0.73, 0.61, 0.47, 0.1, 0.1, 3.2, 3.1, 0.11, 0.067),
@@ -213,47 +229,67 @@ def judge(task: Task, variant: str, seed: int) -> dict[str, float]:
         return AttackedPolicy(agent, attack, mask)
 
     found["clean"] = task.evaluate(under(Attack("random", 0.0)), seed)
-    noisy, shifted = under(Attack("random", task.epsilon)), 0.0
-    found["noise"], shifted = task.evaluate(noisy, seed), noisy.mean_shift
-    found["noise_shift"] = shifted
+    found["noise"] = task.evaluate(under(Attack("random", task.epsilon)), seed)
+    for name, kind in (("noise", "random"), ("pgd", "pgd")):
+        aside = OnTrueStates(agent, Attack(kind, task.epsilon), mask)  # type: ignore[arg-type]
+        task.evaluate(aside, seed)
+        found[f"{name}_change"] = aside.mean_shift
     for name, (kind, target) in ATTACKS.items():
         policy = under(Attack(kind, task.epsilon, target=target))  # type: ignore[arg-type]
         found[name] = task.evaluate(policy, seed)
-        found[f"{name}_shift"], found[f"{name}_flips"] = policy.mean_shift, policy.flips
+        found[f"{name}_flips"] = policy.flips
     found["adversary"] = task.evaluate(task.adversary(agent, Attack(epsilon=task.epsilon), mask, seed), seed)
     found["seconds"] = time.process_time() - begun
-    return found
+    return {name: round(value, 5) for name, value in found.items()}
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def cases() -> Iterator[str]:
+@dataclass(frozen=True)
+class Changes:
+    """What a trial changes in the tasks."""
+
+    seeds: tuple[int, ...]
+    epsilon: float | None
+    settings: tuple[str, ...]
+    """`key=value` of the regularised agent's RobustConfig."""
+
+    def tasks(self) -> dict[str, Task]:
+        """The tasks under these changes."""
+        given = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in self.settings)}
+        return {
+            name: replace(
+                task,
+                seeds=self.seeds or task.seeds,
+                epsilon=self.epsilon or task.epsilon,
+                robust=replace(task.robust, **given),
+            )
+            for name, task in TASKS.items()
+        }
+
+
+def cases(tasks: dict[str, Task]) -> Iterator[str]:
     """`task/variant/seed`, the most important ones first."""
-    for name, task in TASKS.items():
+    for name, task in tasks.items():
         yield from (f"{name}/{variant}/{seed}" for seed in task.seeds for variant in VARIANTS)
-    yield from (f"feed/{kind}/{seed}" for kind in ("trained", "plain") for seed in range(201, 208))
 
 
-def run_case(case: str) -> dict[str, Any]:
+def run_case(case: str, changes: Changes) -> dict[str, Any]:
     name, variant, seed = case.split("/")
-    if name == "feed":
-        import feed
-
-        return {"case": case, **feed.run_case(int(seed), variant, count=20)}
-    return {"case": case, **judge(TASKS[name], variant, int(seed))}
+    return {"case": case, **judge(changes.tasks()[name], variant, int(seed))}
 
 
 def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def run(todo: list[str], jobs: int, seconds: float, file: Path) -> None:
+def run(todo: list[str], changes: Changes, jobs: int, seconds: float, file: Path) -> None:
     """Run cases side by side and add each to the file as it ends; those that are unfinished in time are lost."""
     os.environ["OMP_NUM_THREADS"] = "1"
     deadline = time.monotonic() + seconds
     with multiprocessing.get_context("spawn").Pool(jobs, one_thread) as pool, file.open("a") as out:
-        results = pool.imap_unordered(run_case, todo)
+        results = pool.imap_unordered(partial(run_case, changes=changes), todo)
         for _ in todo:
             try:
                 found = results.next(timeout=max(0.0, deadline - time.monotonic()))
@@ -270,37 +306,35 @@ def run(todo: list[str], jobs: int, seconds: float, file: Path) -> None:
 
 def summarise(found: dict[str, dict[str, Any]], name: str, task: Task) -> None:
     """Medians over seeds, and what is kept of the plain clean result."""
-    rows = {}
-    for variant in VARIANTS:
-        runs = [found[f"{name}/{variant}/{seed}"] for seed in task.seeds if f"{name}/{variant}/{seed}" in found]
-        if not runs:
-            return
-        row = {kind: statistics.median(run[kind] for run in runs) for kind in ("clean", "noise", *JUDGES)}
-        worst = [min(run[attack] for attack in JUDGES) for run in runs]
-        rows[variant] = row | {"strongest": statistics.median(worst), "n": len(runs)}
-        lowest, highest = min(worst), max(worst)
-        rows[variant] |= {"from": lowest, "to": highest}
+    runs = {
+        variant: [found[case] for case in (f"{name}/{variant}/{seed}" for seed in task.seeds) if case in found]
+        for variant in VARIANTS
+    }
+    if not any(runs.values()):
+        return
     print(f"\n{name}: ε = {task.epsilon}, floor {task.floor:g}, medians; from, to: of the strongest attack")
-    print("| agent |", " | ".join(rows["plain"]), "|")
-    for variant, row in rows.items():
-        print(f"| {variant} |", " | ".join(f"{value:.4g}" for value in row.values()), "|")
-    plain, smooth = rows["plain"], rows["regularised"]
-    skill = plain["clean"] - task.floor
-    kept = [(row["strongest"] - task.floor) / skill for row in (plain, smooth)]
-    ratio = f"{kept[1] / kept[0]:.1f} ×" if kept[0] > 0 else "the plain one keeps nothing"
-    print(f"kept {kept[0]:.0%} and {kept[1]:.0%} of the plain clean result ({ratio});", end=" ")
-    print(f"clean {(smooth['clean'] - task.floor) / skill - 1:+.1%}")
+    print("| agent |", " | ".join(("clean", "noise", *JUDGES, "strongest", "from", "to", "PGD/noise", "n")), "|")
+    medians = {}
+    for variant, own in runs.items():
+        if not own:
+            continue
+        worst = [min(run[attack] for attack in JUDGES) for run in own]
+        row = [statistics.median(run[kind] for run in own) for kind in ("clean", "noise", *JUDGES)]
+        ratio = statistics.median(run["pgd_change"] / run["noise_change"] for run in own)
+        medians[variant] = row[0], statistics.median(worst)
+        row += [medians[variant][1], min(worst), max(worst), ratio, len(own)]
+        print(f"| {variant} |", " | ".join(f"{value:.4g}" for value in row), "|")
+    if len(medians) < len(VARIANTS):
+        return
+    (clean, plain), (smooth_clean, smooth) = ([value - task.floor for value in medians[each]] for each in VARIANTS)
+    ratio_kept = f"{smooth / plain:.1f} ×" if plain > 0 else "the plain one keeps nothing"
+    print(f"kept {plain / clean:.0%} and {smooth / clean:.0%} of the plain clean result ({ratio_kept});", end=" ")
+    print(f"clean {smooth_clean / clean - 1:+.1%}")
 
 
-def tables(found: dict[str, dict[str, Any]]) -> None:
-    for name, task in TASKS.items():
+def tables(found: dict[str, dict[str, Any]], tasks: dict[str, Task]) -> None:
+    for name, task in tasks.items():
         summarise(found, name, task)
-    fed = [run for case, run in found.items() if case.startswith("feed/")]
-    if fed:
-        import feed
-        from rich.console import Console
-
-        Console(width=160).print(feed.table(fed))
 
 
 # --- cost of the inner attack -----------------------------------------------------------------------------------------
@@ -346,6 +380,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--out", type=Path, default=Path("robustness"), help="folder of cases.jsonl")
     parser.add_argument("--table", action="store_true", help="print the tables and run nothing")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], help="in the place of the judged ones")
+    parser.add_argument("--epsilon", type=float, help="size of the attacks, in the place of the tasks' own")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of the regularised agents, as coef=3 steps=5")
     parser.add_argument("--cost", action="store_true", help="measure the cost of the inner attack instead")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -359,11 +396,13 @@ def main() -> None:
         lines = file.read_text("utf-8").splitlines() if file.exists() else []
         return {run["case"]: run for run in map(json.loads, lines)}
 
-    wanted = dict.fromkeys(case for part in arguments.only for case in cases() if part in case)
+    changes = Changes(tuple(arguments.seeds), arguments.epsilon, tuple(arguments.set))
+    tasks = changes.tasks()
+    wanted = dict.fromkeys(case for part in arguments.only for case in cases(tasks) if part in case)
     todo = [case for case in wanted if case not in done()]
     if todo and not arguments.table:
-        run(todo, arguments.jobs, arguments.seconds, file)
-    tables(done())
+        run(todo, changes, arguments.jobs, arguments.seconds, file)
+    tables(done(), tasks)
 
 
 if __name__ == "__main__":

@@ -192,6 +192,7 @@ def test_a_process_that_torchrun_did_not_start_is_told_so(monkeypatch: pytest.Mo
         (tg.DistributionalPPO, {"observation_noise": 0.1}, "observation_noise"),
         (tg.DistributionalPPO, {"runtime": "compile"}, "runtime: its mode is not eager"),
         (tg.DistributionalPPO, {"robust": RobustConfig(coef=0.1)}, "robust: attacks are not divided"),
+        (tg.PathwiseLearner, {"robust": RobustConfig(adversary="alternate")}, "robust: attacks are not divided"),
     ],
 )
 def test_what_is_not_divided_is_refused(kind: Any, options: dict[str, Any], message: str) -> None:

@@ -14,6 +14,7 @@ from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.member_learners import MemberLearners
 from tailguard.models.policy import NetworkConfig
 from tailguard.optim.config import UPGDConfig, VGSConfig
+from tailguard.robust.config import RobustConfig
 
 BARS = tg.make_market(1_500, seed=0).bars
 MARKET = tg.TradingEnv(BARS, num_envs=8, episode_length=32, stagger=8, features=("return_24",))
@@ -181,6 +182,13 @@ def test_a_member_can_be_saved_and_evaluated_like_any_learner() -> None:
     assert mine == pytest.approx(alone.predict(obs, deterministic=True)[0], abs=1e-5)
     for name, part in alone.parts().items():
         assert part.state_dict().keys() == member.parts()[name].state_dict().keys()
+
+
+@pytest.mark.parametrize("robust", [RobustConfig(coef=0.1), RobustConfig(adversary="alternate")])
+def test_members_that_train_against_attacks_are_refused(robust: RobustConfig) -> None:
+    network = NetworkConfig(hidden=(8,), lstm_size=8, quantiles=8)
+    with pytest.raises(tg.ConfigError, match="training against attacks is not batched; use the local or ray executor"):
+        MemberLearners([tg.DistributionalPPO(market(), PPOConfig(network=network), robust=robust) for _ in range(2)])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tailguard.config import load_config
 from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import BuyAndHold
 from tailguard.evaluate.stress import scaled_costs
+from tailguard.robust.feed import parse_feed
 from tailguard.runs.runner import train
 
 SMALL = ("data.embargo=1d", "env.num_envs=4", "env.episode_length=16", "ppo.n_steps=16", "ppo.epochs=1")
@@ -183,6 +184,9 @@ def test_a_disturbed_agent_stands_beside_the_clean_one(folder: Path, tmp_path: P
     assert moved[4] > moved[3] > 0
     text = page.read_text(encoding="utf-8")
     assert "clean and disturbed" in text
+    tick = run("backtest", folder, "--feed", "bad_tick", "--feed-seed", 3, "--out", page, "--json", "-")
+    drawn = tg.backtest(agent, bars, feed=parse_feed("bad_tick", seed=3))
+    assert json.loads(tick)["cases"][1]["metrics"]["total_return"] == pytest.approx(drawn.metrics["total_return"])
     assert text.count('class="plot"') == 2  # the faults, and the attack against its size
     assert "https://" not in text.split("<script>")[0]
 
@@ -197,6 +201,7 @@ def test_the_page_of_faults_is_in_the_run_unless_a_place_is_given(folder: Path) 
     [
         (("--feed", "lately:2"), "no fault 'lately'. Did you mean late?"),
         (("--feed", "late:9"), "9 is out of range (1 to 3)"),
+        (("--feed", "fee:100", "--costs", "2"), "fee:100: market.fee"),
         (("--attack", "tickle"), "--attack: 'tickle'"),
         (("--attack", "pgd", "--epsilon", "much"), "--epsilon much: give numbers"),
         (("--attack", "pgd", "--epsilon", "-1"), "--epsilon: -1 is out of range"),

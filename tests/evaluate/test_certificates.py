@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 import tailguard as tg
+from tailguard.errors import ConfigError
 from tailguard.evaluate.certificates import certify
 from tailguard.evaluate.held_out import HeldOutEpisodes, episodes_on, spaced_starts
 from tailguard.robust.attacked_policy import AttackedPolicy
@@ -37,3 +40,11 @@ def test_bars_shorter_than_an_episode_have_no_certificate() -> None:
     agent = tg.DistributionalPPO(env, n_steps=16, hidden=(8,), lstm_size=6)
     assert certify(agent, bars.between(bars.end_points[1] - 40 * bars.frequency, bars.end_points[1], 200)) == []
     assert len(certify(agent, bars, (0.1,))) == 1
+
+
+def test_a_policy_without_bounds_says_why() -> None:
+    bars = tg.make_market(1_000, seed=4).bars
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=64, features=["return_24"], shared_scaling=True)
+    agent = tg.DistributionalPPO(env, n_steps=16, hidden=(8,), lstm_size=6, encoder="shared")
+    with pytest.raises(ConfigError, match=r"certificates are for network\.encoder=flat"):
+        certify(agent, bars, (0.1,))

@@ -28,6 +28,7 @@ from tailguard.evaluate.robustness import (
     position_changes,
 )
 from tailguard.evaluate.robustness_of_run import Disturbances, parse_epsilons
+from tailguard.experiment.faulty_feed import seen_bars
 from tailguard.market import MarketConfig
 from tailguard.risk.exposure import Exposure
 from tailguard.robust.feed import KINDS, parse_feed
@@ -229,6 +230,23 @@ def test_feeds_are_named_once_and_all_is_every_kind() -> None:
     assert {name.split(":")[0] for name in ONE_OF_EACH} == set(KINDS)
 
 
+def test_what_cannot_be_shown_is_a_note_beside_the_others(agents: list[Any], market: Bars) -> None:
+    """Of a market without funding: the spike is named with the reason, and the late feed is shown."""
+    backtests = DisturbedBacktests(agents[0], market, MarketConfig.for_market("equity"))
+    begun: list[str] = []
+    found, notes = backtests.under_each(feed_disturbances(["funding", "late:2"]), begun.append)
+    assert [case.name for case in found] == [CLEAN, "late:2"]
+    assert begun == ["funding:0.003@0.005", "late:2"]
+    (note,) = notes
+    assert note.startswith("funding:0.003@0.005: this market charges no funding")
+
+
+def test_another_seed_draws_other_faults() -> None:
+    feeds = [feed_disturbances(["bad_tick"], seed)[0].feed for seed in (0, 1, 1)]
+    seen = [seen_bars(tg.make_market(300, seed=0).bars, feed).frame["close"].to_list() for feed in feeds if feed]
+    assert seen[0] != seen[1] == seen[2]
+
+
 def test_disturbances_that_make_no_sense_are_refused_before_the_work() -> None:
     assert parse_epsilons(["0.02,0.05", "0.1"]) == (0.02, 0.05, 0.1)
     with pytest.raises(ConfigError, match="give numbers"):
@@ -239,6 +257,8 @@ def test_disturbances_that_make_no_sense_are_refused_before_the_work() -> None:
         Disturbances(attacks=("tickle",))
     with pytest.raises(ConfigError, match="no fault 'lost'"):
         Disturbances(feeds=("lost:2",))
+    with pytest.raises(ConfigError, match="--feed-seed"):
+        Disturbances(feeds=("drift",), feed_seed=-1)
     with pytest.raises(ConfigError, match="--epsilon"):
         Disturbances(attacks=("pgd",), epsilons=(-0.1,))
     assert not Disturbances()

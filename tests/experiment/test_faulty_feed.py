@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -190,6 +191,48 @@ def test_a_fee_is_multiplied_and_a_fee_beyond_its_range_is_named() -> None:
         market_config(parse_feed("fee:100"), replace(MARKET, fee=0.01))
 
 
+def test_fees_of_single_symbols_are_multiplied_too(bars: Bars) -> None:
+    """In the books of the same position: three times the fee of the symbol, and nothing else of it."""
+    own = {bars.symbols[0]: {"fee": 0.002, "half_spread": 0.001}}
+    config = MarketConfig(per_symbol=own)
+    assert market_config(parse_feed("fee:3"), config).per_symbol == {
+        bars.symbols[0]: {"fee": pytest.approx(0.006), "half_spread": 0.001}
+    }
+    targets = np.where(np.arange(len(bars)) % 50 < 25, 0.5, 0.0)[:, None]
+    result = tg.backtest(targets, bars, config, feed="fee:3")
+    assert result.turnover.sum() > 1
+    np.testing.assert_allclose(result.costs["fee"], 0.006 * result.turnover, rtol=1e-9)
+    np.testing.assert_allclose(result.costs["spread"], 0.001 * result.turnover, rtol=1e-9)
+    with pytest.raises(ConfigError, match=r"feed: fee:30: market.per_symbol.*fee.*Choose a smaller factor"):
+        market_config(parse_feed("fee:30"), config)
+
+
+def test_a_spike_is_added_to_the_rate_of_each_symbol() -> None:
+    """0.2 % for the one, the market's own for the other; a symbol without funding has no spikes."""
+    both = tg.make_market(900, assets=2, seed=5).bars
+    first, second = both.symbols
+    feed, funding = parse_feed("funding:0.004@0.01"), COLUMNS.index("funding")
+    due = (both.panel("portfolio").time // 3_600_000 + 1) % 8 == 0
+    for others in (0.0001, 0.0):
+        config = MarketConfig(per_symbol={first: {"funding_rate": 0.002}}, funding_rate=others)
+        panel = market_panel(both, feed, config, "portfolio")
+        charged = build_market(panel, config, dtype=torch.float64).table[funding].numpy()
+        for asset, (symbol, rate) in enumerate(((first, 0.002), (second, others))):
+            spikes = feed.funding_spikes(np.zeros(900, np.int32), symbol) * (rate > 0)
+            np.testing.assert_allclose(charged[:, asset], np.where(due, rate + spikes, 0.0), atol=1e-15)
+        assert (charged[:, 0] > 0.005).any()
+
+
+@pytest.mark.parametrize("preset", ["crypto_spot", "equity", "futures"])
+def test_a_market_without_funding_has_no_spikes(preset: Any, bars: Bars) -> None:
+    """Asked for, it is an error that says so; whatever the bars carry, as such a market does not use it."""
+    config = MarketConfig.for_market(preset)
+    observed = replace(bars, frame=bars.frame.with_columns(funding_rate=pl.lit(0.0002)))
+    for given in (bars, observed):
+        with pytest.raises(ConfigError, match=r"funding:0\.004@0\.01: this market charges no funding"):
+            tg.backtest(np.full((len(bars), 1), 0.5), given, config, feed="late:1+funding:0.004@0.01")
+
+
 # --- training bars under several feeds --------------------------------------------------------------------------------
 
 SMALL = ("data.features=[return_24, taker_imbalance_6]", "risk.limit=-0.04", "env.episode_length=32", "env.num_envs=4")
@@ -229,3 +272,16 @@ def test_a_spike_in_one_feed_leaves_the_assumed_funding_of_the_others(bars: Bars
     funding = build_market(mixed.panel, config.market, dtype=torch.float64).table[COLUMNS.index("funding"), :1_600]
     alone = build_market(bars.panel(), config.market, dtype=torch.float64).table[COLUMNS.index("funding")]
     torch.testing.assert_close(funding, alone)
+
+
+def test_copies_without_a_spike_keep_the_funding_of_each_symbol() -> None:
+    both = tg.make_market(900, assets=2, seed=5).bars
+    own = f"market.per_symbol={{{both.symbols[0]}: {{funding_rate: 0.002}}}}"
+    feeds = ("robust.feed=[late:1, funding:0.004@0.01]", "robust.feed_tables=1", "env.accounts=portfolio")
+    config = load_config(overrides=[*SMALL, own, *feeds])
+    rates = randomised_feeds(config, both, prepare(both, config.data.features)).panel.assumed_funding
+    assert rates is not None
+    clean, late, spiked = np.split(rates, 3)
+    for copy in (clean, late):
+        np.testing.assert_array_equal(copy, np.broadcast_to([0.002, 0.0001], copy.shape))
+    assert set(np.round(spiked[:, 0], 6)) == {0.002, 0.006}

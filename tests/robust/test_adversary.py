@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tailguard as tg
-from tailguard.algorithm.adversary_training import train_adversary
+from tailguard.algorithm.adversary_training import Alternation, train_adversary
 from tailguard.envs.gym import GymnasiumEnv
 from tailguard.errors import ConfigError
 from tailguard.robust.adversary import AdversaryEnv, Perturbation
@@ -165,6 +165,13 @@ def test_a_budget_is_refused_where_episodes_cannot_stand_still() -> None:
     assert isinstance(learner.env, GymnasiumEnv)
     with pytest.raises(ConfigError, match=r"cannot stand still.*robust\.adversary"):
         learner.iterate()
+
+
+def test_turns_are_refused_where_iterations_are_recorded(make_ppo: Make) -> None:
+    learner = make_ppo(robust=RobustConfig(adversary="alternate"))
+    learner.runtime.mode = "graph"  # what `auto` is on a GPU
+    with pytest.raises(ConfigError, match=r"robust\.adversary: turns cannot be recorded.*set the runtime to eager"):
+        Alternation(learner)
 
 
 @pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])

@@ -14,6 +14,7 @@ from torch import Tensor
 import tailguard as tg
 from tailguard.algorithm.saving import capture, restore
 from tailguard.algorithm.update import Batch, minibatch_loss
+from tailguard.evaluate.held_out import episodes_on
 from tailguard.robust.attacks import attackable
 from tailguard.robust.config import RobustConfig
 from tailguard.robust.smoothness import Smoothness
@@ -313,14 +314,20 @@ def test_metrics_say_how_large_the_attack_is_and_what_it_does(make_ppo: Make, ma
 
 @pytest.mark.parametrize("risk", [None, tg.RiskConfig(limit=-0.001, alpha=0.5)])
 def test_training_against_attacks_makes_decisions_smoother(make_pathwise: Make, risk: Any) -> None:
-    """With a budget and without: the same attack moves the regularised agent less than half as far."""
-    shifts = {}
+    """With a budget and without: the same attack moves the regularised agent less than half as far, and it trades on.
+
+    An agent that does nothing is smooth, too: on all bars of the market it must earn most of what the plain one does.
+    """
+    shifts, growth = {}, {}
     for coef in (1e-9, 30.0):
         learner = make_pathwise(robust=dataclasses.replace(FULL, coef=coef), risk=risk)
         for _ in range(60):
             report = learner.iterate()
         shifts[coef] = report["robust/action_shift"]
+        (episodes,) = episodes_on(learner.spec, tg.make_market(1_200, seed=3, signal=20.0).bars)
+        growth[coef] = float(episodes.trade(learner).growth.mean())
     assert shifts[30.0] < 0.5 * shifts[1e-9]
+    assert growth[30.0] > 0.6 * growth[1e-9] > 0.01
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tailguard.cli import app
 from tailguard.config import RunConfig, load_config
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import AGENT
+from tailguard.evaluate.report.training_record import read_metrics
 from tailguard.experiment.build import build, split_market
 from tailguard.experiment.trained_run import open_run
 from tailguard.risk.cvar import cvar_from_samples
@@ -343,3 +344,30 @@ def test_the_exposure_keeps_the_limit_under_every_feed_that_it_was_trained_for(
     assert bounds[2] == pytest.approx(agent.calibration.bound)
     assert bounds[2] < bounds[0]
     assert "with the feed funding:0.02@0.2" in console.export_text()
+
+
+@pytest.mark.parametrize("learner", ["ppo", "pathwise"])
+def test_members_are_trained_against_attacks_and_an_adversary_under_a_budget(
+    tmp_path: Path, small_config: Any, learner: str
+) -> None:
+    """Each member has its own attacks and its own adversary, and the mean of them is calibrated."""
+    turns = ("robust.adversary=alternate", "robust.adversary_every=1", "robust.adversary_rollouts=1")
+    robust = ("robust.coef=1", "robust.epsilon=0.3", "robust.schedule=constant", *turns)
+    config = small_config(*PATHWISE, f"learner={learner}", "training.members=2", *robust)
+    agent = train(config, tmp_path / "run", Console(quiet=True)).agent
+    assert isinstance(agent, Ensemble)
+    streams, adversaries = [], []
+    for number, member in enumerate(agent.members):
+        assert member.robust == config.robust
+        rows = read_metrics(tmp_path / "run" / "members" / str(number) / "metrics.jsonl")
+        assert rows[-1]["robust/action_shift"] > rows[-1]["robust/noise_shift"] > 0
+        assert rows[-1]["robust/epsilon"] == 0.3
+        assert member.smoothness is not None
+        assert member.alternation is not None
+        assert member.alternation.turns == len(rows) - 1
+        streams.append(member.smoothness.generator.get_state())
+        adversaries.append(torch.cat([each.flatten() for each in member.alternation.learner.policy.parameters()]))
+    assert not torch.equal(*streams)
+    assert not torch.allclose(*adversaries)
+    assert agent.calibration is not None
+    assert agent.calibration.limit == -0.02

@@ -221,8 +221,15 @@ def adversary_config(config: LearnerConfig) -> PPOConfig:
     """
     if not isinstance(config, PPOConfig):
         config = replace(config.as_kind(PPOConfig), n_steps=config.n_steps, learning_rate=LEARNING_RATE)
+    # The adversary's actions are no positions of assets, which a network could share weights over.
     network = replace(
-        config.network, critic="scalar", twin_critics=False, twin_trunk="shared", squash=True, log_std_init=-0.5
+        config.network,
+        encoder="flat",
+        critic="scalar",
+        twin_critics=False,
+        twin_trunk="shared",
+        squash=True,
+        log_std_init=-0.5,
     )
     return replace(
         config, network=network, baseline="scalar", huber_kappa=0.0, value_clip="off", target_kl=None, kl_penalty=0.0

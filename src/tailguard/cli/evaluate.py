@@ -76,6 +76,7 @@ def backtest(
             "May be given several times."
         ),
     ] = None,
+    feed_seed: Annotated[int, typer.Option(help="Seed of the random faults of --feed; reports use 0.")] = 0,
     attack: Annotated[
         list[str] | None,
         typer.Option(help="Show it clean and under an attack on what it sees: pgd, fgsm, sgld, random. Repeatable."),
@@ -124,7 +125,7 @@ def backtest(
             check_writable_place(path)
     console = Console(stderr=json_file == "-")
     disturbances = Disturbances(
-        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps, target
+        tuple(feed or ()), tuple(attack or ()), parse_epsilons(epsilon or ()), norm, attack_steps, target, feed_seed
     )
     read_run_config(run, trust_plugins=trust_plugins)
     stress = Stress(costs, delay, noise, throttle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.registry import FeatureError
+from tailguard.errors import ConfigError
 from tailguard.evaluate.accounts import pooled, separate
 from tailguard.evaluate.backtest import BacktestAgent, BacktestResult, backtest
 from tailguard.evaluate.budget import Budget, BudgetCheck, check_budget
@@ -99,10 +101,10 @@ class Disturbance:
     epsilon: float = math.nan
 
 
-def feed_disturbances(texts: Sequence[str]) -> list[Disturbance]:
-    """Of these feeds; `all` stands for one of every kind and every delay."""
+def feed_disturbances(texts: Sequence[str], seed: int = 0) -> list[Disturbance]:
+    """Of these feeds; `all` stands for one of every kind and every delay. `seed`: of their random numbers."""
     named = [text for given in texts for text in (EVERY_FAULT if given == "all" else (given,))]
-    return [Disturbance(str(feed), feed) for feed in map(parse_feed, dict.fromkeys(named))]
+    return [Disturbance(str(feed), feed) for feed in (parse_feed(text, seed) for text in dict.fromkeys(named))]
 
 
 def attack_disturbances(
@@ -145,6 +147,23 @@ class DisturbedBacktests:
         self.parts = separate(bars, "portfolio" if agent.spec is None else agent.spec.accounts)
         result = self._trade(agent, None) if clean is None else clean
         self.clean = Disturbed(CLEAN, result, self._checked(result), 0.0, 0.0, 0.0, 0.0)
+
+    def under_each(
+        self, cases: Sequence[Disturbance], before_each: Callable[[str], None]
+    ) -> tuple[list[Disturbed], list[str]]:
+        """The clean agent, the agent under each disturbance that can be computed, and why each other one cannot.
+
+        `before_each`: called with the name of each disturbance, to show progress.
+        """
+        found, notes = [self.clean], []
+        for case in cases:
+            before_each(case.name)
+            try:
+                found.append(self.under(case))
+            except (FeatureError, ConfigError) as error:
+                # A feature of one's own may divide by a volume of 0; a fee may exceed its range; spot has no funding.
+                notes.append(f"{case.name}: {str(error).removeprefix('feed: ').removeprefix(f'{case.name}: ')}")
+        return found, notes
 
     def under(self, case: Disturbance) -> Disturbed:
         """The agent under one disturbance."""

@@ -50,6 +50,8 @@ class Disturbances:
     """Gradient steps of pgd and sgld at each bar."""
     target: Literal["action", "reverse", "kl", "critic"] = "action"
     """What an attack spoils: how far a position moves, its side, the policy's distribution, or the value."""
+    feed_seed: int = 0
+    """Of the feeds' random numbers; 0 is that of reports."""
 
     def __post_init__(self) -> None:
         for kind in self.attacks:
@@ -60,6 +62,7 @@ class Disturbances:
             check_range("--epsilon", epsilon, low=0)
         check_choice("--norm", self.norm, get_args(Norm))
         check_count("--attack-steps", self.steps)
+        check_count("--feed-seed", self.feed_seed, low=0)
         feed_disturbances(self.feeds)  # an unknown fault is an error before the work
 
     def __bool__(self) -> bool:
@@ -91,6 +94,8 @@ class RobustnessOfRun:
     capital: float
     seen: Overlap
     """Which of the bars the run has seen."""
+    notes: tuple[str, ...] = ()
+    """Disturbances that could not be shown, and why."""
 
     def rows(self) -> tuple[list[str], list[list[str]]]:
         """Headings and rows of the table."""
@@ -100,6 +105,7 @@ class RobustnessOfRun:
     def lines(self) -> list[str]:
         """The lines below the table."""
         return [
+            *(f"missing  {note}" for note in self.notes),
             *([] if self.cases[0].budget is None else [f"budget   {budget_under(self.cases)}"]),
             f"columns  {COLUMNS} in a year, on {self.capital:,.0f}",
         ]
@@ -110,6 +116,7 @@ class RobustnessOfRun:
             "seen_in_training_or_validation": None if self.seen.unknown else self.seen.share,
             "warnings": [line.removeprefix("WARNING  ") for line in self.seen.lines()],
             "capital": self.capital,
+            "not_shown": list(self.notes),
             "cases": [case.to_json() for case in self.cases],
         }
 
@@ -167,7 +174,7 @@ def disturb_saved_run(
     """
     chosen = choose_bars(folder, data, split, symbol)
     market = scaled_costs(chosen.config.market, stress.costs)
-    cases = feed_disturbances(asked.feeds)
+    cases = feed_disturbances(asked.feeds, asked.feed_seed)
     if asked.attacks:
         kinds: list[Any] = list(asked.attacks)
         cases += attack_disturbances(
@@ -179,8 +186,8 @@ def disturb_saved_run(
         backtests = DisturbedBacktests(
             chosen.agent, chosen.bars, market, budget, delay=stress.delay, noise=stress.noise
         )
-        found = [backtests.clean]
-        for case in cases:
-            begin(case.name)
-            found.append(backtests.under(case))
-    return RobustnessOfRun(folder.resolve().name, chosen.title, tuple(found), chosen.config.market.capital, chosen.seen)
+        found, notes = backtests.under_each(cases, begin)
+    if notes and len(found) == 1:
+        raise ConfigError(f"feed: {notes[0]}")
+    capital = chosen.config.market.capital
+    return RobustnessOfRun(folder.resolve().name, chosen.title, tuple(found), capital, chosen.seen, tuple(notes))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tailguard.data.panel import Panel
 from tailguard.data.prepare import PreparedBars, prepare
@@ -18,15 +19,17 @@ from tailguard.envs.episodes import TradingTask
 from tailguard.envs.feed_copies import RandomisedBars, randomise
 from tailguard.envs.spec import TradingSpec, task_on
 from tailguard.errors import ConfigError
+from tailguard.market.per_symbol import check_assets, for_assets
+from tailguard.market.tables import uses
 from tailguard.robust.feed import FUNDING, Columns, Feed
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from tailguard.config import RunConfig
     from tailguard.data.bars import Accounts, Bars
     from tailguard.data.scaling import Scaler
     from tailguard.market import MarketConfig
+
+Float = NDArray[np.float64]
 
 FIXED = ("symbol", "time", "segment")
 """Columns that no fault changes: the agent's own clock is right, and bars keep their places in the table."""
@@ -44,20 +47,39 @@ def market_panel(bars: Bars, feed: Feed, config: MarketConfig, accounts: Account
         return panel
     if panel.funding is not None and config.observed_funding:
         return panel
+    if not uses(config, "funding_rate"):
+        raise ConfigError(
+            f"feed: {feed}: this market charges no funding, so that its rate cannot spike. Leave the fault out, or set "
+            "market.funding_rate"
+        )
 
-    def spikes(_: Columns, segment: NDArray[np.integer], symbol: str) -> dict[str, NDArray[np.float64]]:
+    def spikes(_: Columns, segment: NDArray[np.integer], symbol: str) -> dict[str, Float]:
         return {FUNDING: feed.funding_spikes(segment, symbol)}
 
     # As a column of bars, the spikes come into the panel's rows and assets as prices do.
     added = _changed(bars, spikes).panel(accounts).funding
     assert added is not None
-    return replace(panel, assumed_funding=config.funding_rate + added)
+    rates = _assumed_funding(panel, config)
+    return replace(panel, assumed_funding=rates + np.where(rates > 0, added, 0.0))
+
+
+def _assumed_funding(panel: Panel, config: MarketConfig) -> Float:
+    """The rates that the market charges where the bars carry none, [R, A]."""
+    check_assets(config, panel.symbols, panel.assets)
+    return np.broadcast_to(for_assets(config, "funding_rate", panel.symbols), panel.open.shape).copy()
 
 
 def market_config(feed: Feed, config: MarketConfig) -> MarketConfig:
     """The market's costs under the feed's faults."""
+    factor = feed.fee_factor
+    if factor == 1:
+        return config
+    own = {
+        symbol: {name: value * factor if name == "fee" else value for name, value in settings.items()}
+        for symbol, settings in config.per_symbol.items()
+    }
     try:
-        return config if feed.fee_factor == 1 else replace(config, fee=feed.fee_factor * config.fee)
+        return replace(config, fee=factor * config.fee, per_symbol=own)
     except ConfigError as error:
         raise ConfigError(f"feed: {feed}: {error}. Choose a smaller factor") from error
 
@@ -84,18 +106,18 @@ def randomised_feeds(config: RunConfig, bars: Bars, clean: PreparedBars) -> Rand
     copies = [clean, *faulty]
     if any(copy.panel.assumed_funding is not None for copy in faulty):
         # One market for all copies: where no rate spikes, the assumed one stands in every row.
-        copies = [_with_assumed_funding(copy, config.market.funding_rate) for copy in copies]
+        copies = [_with_assumed_funding(copy, config.market) for copy in copies]
     return randomise(copies[0], copies[1:], config.robust.feed_probability)
 
 
-def _with_assumed_funding(prepared: PreparedBars, rate: float) -> PreparedBars:
+def _with_assumed_funding(prepared: PreparedBars, config: MarketConfig) -> PreparedBars:
     panel = prepared.panel
     if panel.assumed_funding is not None:
         return prepared
-    return replace(prepared, panel=replace(panel, assumed_funding=np.full_like(panel.open, rate)))
+    return replace(prepared, panel=replace(panel, assumed_funding=_assumed_funding(panel, config)))
 
 
-def _changed(bars: Bars, change: Callable[[Columns, NDArray[np.integer], str], dict[str, NDArray[np.float64]]]) -> Bars:
+def _changed(bars: Bars, change: Callable[[Columns, NDArray[np.integer], str], dict[str, Float]]) -> Bars:
     """The bars with the columns that a function of one symbol's columns, segments and name returns."""
     import polars as pl  # not needed to import a backtest
 

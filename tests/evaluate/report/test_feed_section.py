@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tailguard.evaluate.certificates import Certificate
-from tailguard.evaluate.report.collect import ReportData
+from tailguard.evaluate.report.collect import ReportData, collect
 from tailguard.evaluate.report.feed_section import add_certificates, add_feed_section, feed_in_words
 from tailguard.evaluate.report.page import Page
 from tailguard.evaluate.report.robustness_charts import attack_chart, fault_chart
 from tailguard.evaluate.report.sections import report_page
 from tailguard.evaluate.report.verdict import verdict
 from tailguard.evaluate.robustness import ONE_OF_EACH, Disturbed
+from tailguard.experiment.trained_run import open_run
 from tailguard.robust.feed import parse_feed
 
 
@@ -71,10 +74,22 @@ def test_a_fault_that_cannot_be_computed_is_a_note(evidence: ReportData) -> None
     assert "Not shown: missing:1@0.02" in "".join(page.parts)
 
 
-def test_certificates_are_sentences_and_none_is_nothing() -> None:
+def test_the_report_says_what_it_does_not_show_and_why(tmp_path: Path, train_small: Callable[..., Path]) -> None:
+    """A policy without bounds on a market without funding."""
+    run = open_run(train_small(tmp_path / "run", "ppo.network.encoder=shared", "market.preset=crypto_spot"))
+    html = report_page(collect(run)).html("report")
+    assert "Not shown: certificates are for network.encoder=flat" in html
+    assert "Not shown: funding:0.003@0.005: this market charges no funding" in html
+    assert "<td>fee:3</td>" in html
+
+
+def test_certificates_are_sentences_and_their_absence_is_a_note(evidence: ReportData) -> None:
     page = Page()
     add_certificates(page, [])
     assert not page.parts
+    why = "certificates are for network.encoder=flat"
+    text = "".join(report_page(replace(evidence, certificates=(), not_certified=why)).parts)
+    assert f"Not shown: {why}." in text
     add_certificates(page, [Certificate(0.05, 0.013, 0.04, 0.12, 0.83, 5_184)])
     text = "".join(page.parts).replace("&nbsp;", " ")
     assert "by up to 0.05 standard deviations at a bar" in text

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from tailguard.algorithm.learner import Learner
 from tailguard.config import to_yaml
 from tailguard.data.frequency import frequency_label
-from tailguard.data.registry import FeatureError
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT, standard_baselines
@@ -81,6 +80,8 @@ class ReportData:
     """Faults that could not be shown, and why."""
     certificates: tuple[Certificate, ...]
     """Bounds on what an error of the feed can do to a decision; empty where there are none."""
+    not_certified: str
+    """Why there are no bounds; empty where there are."""
     capital: float
     """What the account begins with."""
     prices: Float
@@ -156,7 +157,7 @@ def collect(
     foreseen = _calibration(run)
     stress = _stress(run, own, before_each)
     before_each("certificates")
-    certificates = certify(run.agent, run.split.test)
+    certificates, not_certified = _certificates(run)
     feeds, feed_notes = _feeds(run, own, budget or own_budget(run.config), before_each)
     training = [read_metrics(folder.metrics_path) for folder in run.layout.training_folders()]
     tried = trials_of(run, own, trials)
@@ -185,6 +186,7 @@ def collect(
         feeds=tuple(feeds),
         feed_notes=tuple(feed_notes),
         certificates=tuple(certificates),
+        not_certified=not_certified,
         capital=run.config.market.capital,
         prices=prices_of(own, panel),
         trades=tuple(round_trips(own, panel)),
@@ -217,15 +219,16 @@ def _feeds(
 ) -> tuple[list[Disturbed], list[str]]:
     """The agent with each faulty feed, and why a fault is left out where it cannot be computed."""
     backtests = DisturbedBacktests(run.agent, run.split.test, run.config.market, budget, clean=own)
-    found, notes = [backtests.clean], []
-    for case in feed_disturbances(ONE_OF_EACH):
-        before_each(case.name)
-        try:
-            found.append(backtests.under(case))
-        except (FeatureError, ConfigError) as error:
-            # A feature of one's own may divide by a volume of 0; a fee may exceed its range.
-            notes.append(f"{case.name}: {error}")
-    return found, notes
+    return backtests.under_each(feed_disturbances(ONE_OF_EACH), before_each)
+
+
+def _certificates(run: TrainedRun) -> tuple[list[Certificate], str]:
+    """Bounds on the agent's decisions, and why there are none where there are none."""
+    try:
+        found = certify(run.agent, run.split.test)
+    except ConfigError as error:
+        return [], str(error).removeprefix("bounds: ")
+    return found, "" if found else "the bars of the test period are shorter than an episode"
 
 
 def _can_be_scaled(market: MarketConfig, factor: float) -> bool:

@@ -39,11 +39,14 @@ def add_feed_section(page: Page, cases: Sequence[Disturbed], capital: float, not
         page.paragraph(f"Not shown: {note}", "soft")
 
 
-def add_certificates(page: Page, certificates: Sequence[Certificate]) -> None:
-    """What an error of the features can do at most, as far as it is proven."""
-    if not certificates:
+def add_certificates(page: Page, certificates: Sequence[Certificate], not_certified: str = "") -> None:
+    """What an error of the features can do at most, as far as it is proven. `not_certified`: why nothing is."""
+    if not certificates and not not_certified:
         return
     page.add("<h3>How far can a decision move?</h3>")
+    if not certificates:
+        page.paragraph(f"Not shown: {not_certified}.", "soft")
+        return
     for certificate in certificates:
         page.paragraph(str(certificate))
     page.paragraph(

@@ -271,7 +271,7 @@ def _stress(page: Page, data: ReportData) -> None:
 def _feed(page: Page, data: ReportData) -> None:
     page.heading("feed", SECTIONS["feed"])
     add_feed_section(page, data.feeds, data.capital, data.feed_notes)
-    add_certificates(page, data.certificates)
+    add_certificates(page, data.certificates, data.not_certified)
 
 
 def _behaviour(page: Page, data: ReportData) -> None:
