@@ -1,7 +1,7 @@
 """Whether a population beats random search with the same steps: growth of the best member, over seeds.
 
-    python benchmarks/population.py --out population.jsonl      about 6 minutes on one core
-    python benchmarks/population.py --out population.jsonl --show
+    python benchmarks/population.py --first 100 --out population.jsonl
+    python benchmarks/population.py --first 100 --out population.jsonl --show
 
 For each seed a synthetic market is drawn, and eight members learn on it by each strategy: the same first values, bars
 and steps, and nothing but the decisions differs. The best member on validation after the last round counts, by its
@@ -42,7 +42,7 @@ from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 from tailguard.runs.validation import Validation
 
-MEMBERS, ROUNDS, STEPS = 8, 10, 20_480
+MEMBERS, ROUNDS, STEPS = 8, 20, 40_960
 STRATEGIES: tuple[Strategy, ...] = ("random", "pbt", "mf_pbt")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 20: 2.093}
 """97.5 % quantile of Student's t, by the number of seeds."""
@@ -76,10 +76,10 @@ def settings(seed: int, steps: int = STEPS) -> RunConfig:
     )
 
 
-def compare(seed: int, strategy: Strategy, folder: Path) -> dict[str, float | int | str]:
+def compare(seed: int, strategy: Strategy, rounds: int, steps: int, folder: Path) -> dict[str, float | int | str]:
     """Train a population, and judge its best member on the test part."""
-    chosen = PopulationSettings(members=MEMBERS, rounds=ROUNDS, strategy=strategy, seed=seed, metric="growth")
-    config = settings(seed)
+    chosen = PopulationSettings(members=MEMBERS, rounds=rounds, strategy=strategy, seed=seed, metric="growth")
+    config = settings(seed, steps)
     experiment = build(config)
     workshop = Workshop.of(experiment, chosen, SPACE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,20 +93,22 @@ def compare(seed: int, strategy: Strategy, folder: Path) -> dict[str, float | in
     return {
         "seed": seed,
         "strategy": strategy,
+        "rounds": rounds,
+        "steps": steps,
         "validation": best.score,
         "test": tested.growth,
         "seconds": time.process_time() - begun,
     }
 
 
-def show(lines: Sequence[dict[str, float]]) -> None:
+def show(lines: Sequence[dict[str, float]], rounds: int, steps: int) -> None:
     """Mean growth a year by strategy, and the paired difference from random search with its 95 % interval."""
     table = {(int(line["seed"]), str(line["strategy"])): line for line in lines}
     known = [each for each in STRATEGIES if any(strategy == each for _, strategy in table)]
     seeds = sorted({seed for seed, _ in table if all((seed, each) in table for each in known)})
     if len(seeds) < 2:
         return
-    print(f"{len(seeds)} seeds, {MEMBERS} members, {ROUNDS} rounds, {STEPS:,} steps each")
+    print(f"{len(seeds)} seeds, {MEMBERS} members, {rounds} rounds, {steps:,} steps each")
     for part in ("validation", "test"):
         for strategy in known:
             growth = [table[seed, strategy][part] for seed in seeds]
@@ -199,6 +201,9 @@ def throughput(workers: int, rounds: int = 3) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each member, in all rounds")
     parser.add_argument("--out", type=Path, default=Path("population.jsonl"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
@@ -214,17 +219,20 @@ def main() -> None:
         throughput(given.throughput)
         return
     lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    protocol = {"rounds": given.rounds, "steps": given.steps}
+    if any({name: line.get(name) for name in protocol} != protocol for line in lines):
+        parser.error(f"{given.out}: it has results of other --rounds or --steps; give another --out")
     begun = time.perf_counter()
     for strategy in STRATEGIES:
-        for seed in range(given.seeds):
+        for seed in range(given.first, given.first + given.seeds):
             known = any(line["seed"] == seed and line["strategy"] == strategy for line in lines)
             if given.show or known or time.perf_counter() - begun > 60 * given.minutes:
                 continue
-            lines.append(compare(seed, strategy, given.out.with_suffix("") / f"{seed}-{strategy}"))
+            lines.append(compare(seed, strategy, **protocol, folder=given.out.with_suffix("") / f"{seed}-{strategy}"))
             print(lines[-1], flush=True)
             with given.out.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
-    show(lines)
+    show(lines, **protocol)
 
 
 if __name__ == "__main__":
