@@ -173,7 +173,7 @@ def _evolve(run: RunFolder, config: RunConfig, plan: PopulationPlan, executor: E
     lineage.write(run.lineage_path)
     step = lineage.rounds[-1].step if lineage.rounds else 0
     records = MemberRecords(run, range(plan.settings.members), step)
-    with shown_population(lineage, console) as screen:
+    with shown_population(lineage, console, config.risk.limit) as screen:
         pbt = evolve(
             executor,
             plan.space,
