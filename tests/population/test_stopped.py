@@ -23,7 +23,7 @@ from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 
-from .conftest import SMALL
+from .conftest import SMALL, is_alive
 
 ENDLESS = """
 import os
@@ -94,15 +94,6 @@ def begun(folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         driver.communicate()
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    status = Path(f"/proc/{process}/stat")
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize(
