@@ -10,6 +10,7 @@ trained again, and one that was interrupted goes on after its last round.
 
     python benchmarks/population.py --throughput 2              Ray against the ideal of two cores, about 3 minutes
     python benchmarks/population.py --noisy                     strategies on noisy quadratics, about a minute
+    python benchmarks/population.py --exploit                   what a copy of state between members costs on the CPU
 
 The noisy quadratics have a steep and a flat direction. A low rate pays at once, because it lowers the noise along the
 steep one; a high rate pays in the end, because only it makes way along the flat one.
@@ -18,6 +19,7 @@ steep one; a high rate pays in the end, because only it makes way along the flat
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -30,6 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import tailguard as tg
+from tailguard.algorithm.member_learners import MemberLearners
 from tailguard.config import RunConfig, load_config
 from tailguard.experiment.build import build
 from tailguard.population.ask_tell import PBT
@@ -198,6 +202,35 @@ def throughput(workers: int, rounds: int = 3) -> None:
     print(f"throughput {2 * alone / together:.2f} of the ideal of {workers} cores")
 
 
+def exploit(accounts: int, members: int = 64, repeats: int = 21) -> None:
+    """Milliseconds in which a quarter of the members, an LSTM of 128 each, take over the state of others."""
+    base = tg.TradingEnv(tg.make_market(5_000, seed=0).bars, num_envs=accounts, episode_length=64)
+    learners = []
+    for seed in range(members):
+        env = copy.copy(base)
+        env.generator = torch.Generator().manual_seed(seed)
+        learners.append(
+            tg.DistributionalPPO(
+                env, n_steps=2, minibatch_size=2 * accounts, epochs=1, hidden=(128,), lstm_size=128, seed=seed
+            )
+        )
+    together = MemberLearners(learners)
+    together.iterate()  # from here on there are moments to be copied
+    sources = {target: target - 3 * members // 4 for target in range(3 * members // 4, members)}
+    times = []
+    for _ in range(repeats):
+        clock = time.perf_counter()
+        together.exploit(sources)
+        times.append(time.perf_counter() - clock)
+    size = sum(value.nbytes for value in together.stacked.values()) / members
+    print(
+        f"{len(sources)} of {members} members with {accounts:,} accounts take over others in "
+        f"{1e3 * statistics.median(times):.1f} ms (slowest {1e3 * max(times):.1f}); a member's state is "
+        f"{size / 2**20:.1f} MiB",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
@@ -209,11 +242,16 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
     parser.add_argument("--throughput", type=int, metavar="WORKERS")
     parser.add_argument("--noisy", action="store_true")
+    parser.add_argument("--exploit", action="store_true")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if given.noisy:
         show_noisy(given.seeds)
+        return
+    if given.exploit:
+        for accounts in (64, 1_024):
+            exploit(accounts)
         return
     if given.throughput:
         throughput(given.throughput)
