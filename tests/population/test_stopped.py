@@ -18,7 +18,7 @@ from tailguard.config import RunConfig
 from tailguard.experiment.build import build
 from tailguard.population import judge
 from tailguard.population.evolution import evolve
-from tailguard.population.local import LocalExecutor
+from tailguard.population.local import SHARED, LocalExecutor
 from tailguard.population.options import PopulationSettings
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
@@ -52,13 +52,10 @@ COMMAND = (
 
 def lineage_of(workshop: Workshop, folder: Path) -> str:
     """That of this process, from where the folder's record ends."""
-    evolve(
-        LocalExecutor(workshop, folder / "members", 1),
-        SearchSpace.parse(SPACE),
-        SETTINGS,
-        1024,
-        folder / "lineage.jsonl",
-    )
+    executor = LocalExecutor(workshop, folder / "members", 1)
+    evolve(executor, SearchSpace.parse(SPACE), SETTINGS, 1024, folder / "lineage.jsonl")
+    executor.close()
+    assert not (folder / "members" / SHARED).exists()
     return (folder / "lineage.jsonl").read_text()
 
 

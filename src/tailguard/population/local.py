@@ -107,9 +107,8 @@ class LocalExecutor:
     def close(self) -> None:
         """End the processes."""
         self._stop()
-        if self._shared is not None:
-            self._shared.path.unlink(missing_ok=True)
-            self._shared = None
+        (self.members / SHARED).unlink(missing_ok=True)  # perhaps that of a process that was killed
+        self._shared = None
 
 
 _workshop: Workshop | None = None
