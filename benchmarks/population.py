@@ -1,7 +1,7 @@
 """Whether a population beats random search with the same steps: growth of the best member, over seeds.
 
-    python benchmarks/population.py --out population.jsonl      about 6 minutes on one core
-    python benchmarks/population.py --out population.jsonl --show
+    python benchmarks/population.py --first 100 --out population.jsonl
+    python benchmarks/population.py --first 100 --out population.jsonl --show
 
 For each seed a synthetic market is drawn, and eight members learn on it by each strategy: the same first values, bars
 and steps, and nothing but the decisions differs. The best member on validation after the last round counts, by its
@@ -10,6 +10,7 @@ trained again, and one that was interrupted goes on after its last round.
 
     python benchmarks/population.py --throughput 2              Ray against the ideal of two cores, about 3 minutes
     python benchmarks/population.py --noisy                     strategies on noisy quadratics, about a minute
+    python benchmarks/population.py --exploit                   what a copy of state between members costs on the CPU
 
 The noisy quadratics have a steep and a flat direction. A low rate pays at once, because it lowers the noise along the
 steep one; a high rate pays in the end, because only it makes way along the flat one.
@@ -18,6 +19,7 @@ steep one; a high rate pays in the end, because only it makes way along the flat
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -30,6 +32,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import tailguard as tg
+from tailguard.algorithm.member_learners import MemberLearners
 from tailguard.config import RunConfig, load_config
 from tailguard.experiment.build import build
 from tailguard.population.ask_tell import PBT
@@ -42,7 +46,7 @@ from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 from tailguard.runs.validation import Validation
 
-MEMBERS, ROUNDS, STEPS = 8, 10, 20_480
+MEMBERS, ROUNDS, STEPS = 8, 20, 40_960
 STRATEGIES: tuple[Strategy, ...] = ("random", "pbt", "mf_pbt")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 20: 2.093}
 """97.5 % quantile of Student's t, by the number of seeds."""
@@ -76,10 +80,10 @@ def settings(seed: int, steps: int = STEPS) -> RunConfig:
     )
 
 
-def compare(seed: int, strategy: Strategy, folder: Path) -> dict[str, float | int | str]:
+def compare(seed: int, strategy: Strategy, rounds: int, steps: int, folder: Path) -> dict[str, float | int | str]:
     """Train a population, and judge its best member on the test part."""
-    chosen = PopulationSettings(members=MEMBERS, rounds=ROUNDS, strategy=strategy, seed=seed, metric="growth")
-    config = settings(seed)
+    chosen = PopulationSettings(members=MEMBERS, rounds=rounds, strategy=strategy, seed=seed, metric="growth")
+    config = settings(seed, steps)
     experiment = build(config)
     workshop = Workshop.of(experiment, chosen, SPACE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,20 +97,22 @@ def compare(seed: int, strategy: Strategy, folder: Path) -> dict[str, float | in
     return {
         "seed": seed,
         "strategy": strategy,
+        "rounds": rounds,
+        "steps": steps,
         "validation": best.score,
         "test": tested.growth,
         "seconds": time.process_time() - begun,
     }
 
 
-def show(lines: Sequence[dict[str, float]]) -> None:
+def show(lines: Sequence[dict[str, float]], rounds: int, steps: int) -> None:
     """Mean growth a year by strategy, and the paired difference from random search with its 95 % interval."""
     table = {(int(line["seed"]), str(line["strategy"])): line for line in lines}
     known = [each for each in STRATEGIES if any(strategy == each for _, strategy in table)]
     seeds = sorted({seed for seed, _ in table if all((seed, each) in table for each in known)})
     if len(seeds) < 2:
         return
-    print(f"{len(seeds)} seeds, {MEMBERS} members, {ROUNDS} rounds, {STEPS:,} steps each")
+    print(f"{len(seeds)} seeds, {MEMBERS} members, {rounds} rounds, {steps:,} steps each")
     for part in ("validation", "test"):
         for strategy in known:
             growth = [table[seed, strategy][part] for seed in seeds]
@@ -196,35 +202,75 @@ def throughput(workers: int, rounds: int = 3) -> None:
     print(f"throughput {2 * alone / together:.2f} of the ideal of {workers} cores")
 
 
+def exploit(accounts: int, members: int = 64, repeats: int = 21) -> None:
+    """Milliseconds in which a quarter of the members, an LSTM of 128 each, take over the state of others."""
+    base = tg.TradingEnv(tg.make_market(5_000, seed=0).bars, num_envs=accounts, episode_length=64)
+    learners = []
+    for seed in range(members):
+        env = copy.copy(base)
+        env.generator = torch.Generator().manual_seed(seed)
+        learners.append(
+            tg.DistributionalPPO(
+                env, n_steps=2, minibatch_size=2 * accounts, epochs=1, hidden=(128,), lstm_size=128, seed=seed
+            )
+        )
+    together = MemberLearners(learners)
+    together.iterate()  # from here on there are moments to be copied
+    sources = {target: target - 3 * members // 4 for target in range(3 * members // 4, members)}
+    times = []
+    for _ in range(repeats):
+        clock = time.perf_counter()
+        together.exploit(sources)
+        times.append(time.perf_counter() - clock)
+    size = sum(value.nbytes for value in together.stacked.values()) / members
+    print(
+        f"{len(sources)} of {members} members with {accounts:,} accounts take over others in "
+        f"{1e3 * statistics.median(times):.1f} ms (slowest {1e3 * max(times):.1f}); a member's state is "
+        f"{size / 2**20:.1f} MiB",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each member, in all rounds")
     parser.add_argument("--out", type=Path, default=Path("population.jsonl"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
     parser.add_argument("--throughput", type=int, metavar="WORKERS")
     parser.add_argument("--noisy", action="store_true")
+    parser.add_argument("--exploit", action="store_true")
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     if given.noisy:
         show_noisy(given.seeds)
         return
+    if given.exploit:
+        for accounts in (64, 1_024):
+            exploit(accounts)
+        return
     if given.throughput:
         throughput(given.throughput)
         return
     lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    protocol = {"rounds": given.rounds, "steps": given.steps}
+    if any({name: line.get(name) for name in protocol} != protocol for line in lines):
+        parser.error(f"{given.out}: it has results of other --rounds or --steps; give another --out")
     begun = time.perf_counter()
     for strategy in STRATEGIES:
-        for seed in range(given.seeds):
+        for seed in range(given.first, given.first + given.seeds):
             known = any(line["seed"] == seed and line["strategy"] == strategy for line in lines)
             if given.show or known or time.perf_counter() - begun > 60 * given.minutes:
                 continue
-            lines.append(compare(seed, strategy, given.out.with_suffix("") / f"{seed}-{strategy}"))
+            lines.append(compare(seed, strategy, **protocol, folder=given.out.with_suffix("") / f"{seed}-{strategy}"))
             print(lines[-1], flush=True)
             with given.out.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
-    show(lines)
+    show(lines, **protocol)
 
 
 if __name__ == "__main__":

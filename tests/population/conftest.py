@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +33,16 @@ SMALL = (
     "training.threads=1",
 )
 """Eight iterations of 128 steps."""
+
+
+def is_alive(process: int) -> bool:
+    """Whether there is such a process; one that has ended and waits for its parent to notice is not alive."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 
 from tailguard.errors import CheckpointError, RunError
-from tailguard.population.ask_tell import PBT
-from tailguard.population.lineage import read_lineage
-from tailguard.population.options import PopulationSettings
-from tailguard.population.space import SearchSpace
+from tailguard.population import PBT, PopulationSettings, SearchSpace, read_lineage
 
 SPACE = SearchSpace.parse({"rate": {"log": [1e-3, 1.0]}})
 SETTINGS = PopulationSettings(members=4, rounds=6, fraction=0.5, seed=1)

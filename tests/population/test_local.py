@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tailguard.config import RunConfig
-from tailguard.errors import ConfigError, RunError
+from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.experiment.build import Experiment, build
 from tailguard.population import judge
 from tailguard.population.evolution import evolve
@@ -107,6 +107,14 @@ def test_another_space_or_other_settings_do_not_resume(
     other = PopulationSettings(members=4, rounds=4, fraction=0.25)
     with pytest.raises(ConfigError, match="another search space or other settings"):
         evolve(executor, two_settings, other, 1024, reference[1] / "lineage.jsonl")
+
+
+def test_a_checkpoint_that_is_not_here_may_be_in_the_storage_of_another_executor(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    job = Job(0, {"pathwise.learning_rate": 0.1, "pathwise.max_grad_norm": 1.0}, 3, 512, 768)
+    with pytest.raises(CheckpointError, match=r"members/3: there is no checkpoint of step 512\..*go on with the same"):
+        LocalExecutor(workshop, tmp_path / "members", 1).run([job])
 
 
 def test_members_are_judged_on_validation_by_the_same_budget(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from typer.testing import CliRunner
 
 import tailguard as tg
@@ -14,6 +16,7 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.cli import app
 from tailguard.errors import ConfigError
+from tailguard.evaluate.trials import count_trials, trial_of
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.population.lineage import read_lineage
@@ -72,7 +75,40 @@ def test_every_member_leaves_metrics_curves_and_a_trial(finished: tuple[Path, st
         assert any(place.tensorboard_path.glob("events.out.tfevents.*"))
     assert len(RunLayout(folder).training_folders()) == 4
     assert len((folder.parent / "trials.jsonl").read_text().splitlines()) == 5
-    assert "after 5 trials: every member that was tested counts" in " ".join(output.split())
+    assert "after 5 trials: every member counts" in " ".join(output.split())
+
+
+def counted(folder: Path) -> int:
+    """The trials that a report of the run counts."""
+    return count_trials(RunLayout(folder).trials_path, [trial_of(open_run(folder), 1.0)]).count
+
+
+def test_every_configuration_is_a_trial_though_it_stopped_early_or_is_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    small = ("--search", "space.yaml", "--rounds", "4", "--processes", "1")
+    halved = command(*small, "--strategy", "halving", "--members", "9", "--name", "halved")
+    assert halved.exit_code == 0, halved.output
+    # One of nine is left, and it is the agent.
+    assert "after 9 trials: every member counts" in " ".join(halved.output.split())
+    (left,) = (
+        each.member for each in read_lineage(tmp_path / "runs" / "halved" / "lineage.jsonl").rounds[-1].standings
+    )
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "trials.jsonl").read_text().splitlines()]
+    assert sorted(line["run"] for line in lines[1:]) == sorted(
+        f"halved/members/{member}" for member in range(9) if member != left
+    )
+    assert all(line["sharpe"] is not None for line in lines)
+    assert counted(tmp_path / "runs" / "halved") == 9
+    # The settings of a member are the same, but not its population.
+    other = command(*small, "--strategy", "random", "--members", "2", "--keep", "2", "--name", "other")
+    assert other.exit_code == 0, other.output
+    compared = CliRunner().invoke(app, ["compare", "runs/halved", "runs/other"])
+    assert compared.exit_code == 0, compared.output
+    assert all(name in compared.output for name in ("halved", "other"))
+    assert counted(tmp_path / "runs" / "other") == counted(tmp_path / "runs" / "halved") == 9 + 2 + 1
 
 
 def test_the_page_shows_schedules_lineage_and_the_test(finished: tuple[Path, str]) -> None:
@@ -85,6 +121,26 @@ def test_the_other_commands_take_the_folder(finished: tuple[Path, str]) -> None:
     result = CliRunner().invoke(app, ["backtest", str(finished[0])])
     assert result.exit_code == 0, result.output
     assert "after" in result.output or "luck" in result.output
+
+
+def test_a_report_takes_the_folder_and_counts_its_trials(
+    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = finished
+    monkeypatch.chdir(folder.parents[1])
+    result = CliRunner().invoke(app, ["report", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "5 trials" in (folder / "report.html").read_text()
+
+
+def test_the_page_of_hyper_parameters_has_the_last_values_and_scores(finished: tuple[Path, str]) -> None:
+    folder, _ = finished
+    for each in read_lineage(folder / "lineage.jsonl").rounds[-1].standings:
+        events = EventAccumulator(str(RunLayout(folder).member_path(each.member) / "tensorboard")).Reload()
+        begun = HParamsPluginData.FromString(events.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+        values = {name: value.number_value for name, value in begun.session_start_info.hparams.items()}
+        assert values == pytest.approx(dict(each.hyper))
+        assert [score.value for score in events.Scalars("population/score")] == pytest.approx([each.score])
 
 
 def test_a_finished_population_gives_another_agent_without_training(

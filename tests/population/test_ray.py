@@ -32,7 +32,7 @@ from tailguard.population.shared import take_arrays_out
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 
-from .conftest import SMALL
+from .conftest import SMALL, is_alive
 
 SPACE: dict[str, Any] = {
     "pathwise.learning_rate": {"log": [1e-4, 1e-1]},
@@ -62,6 +62,23 @@ def stalling(agent, result):
         (PLACE / "new").write_text(where)
         (PLACE / "new").rename(PLACE / "stalled")
         time.sleep(3600)
+    return result.growth
+'''
+PLACED = '''
+import os
+from pathlib import Path
+
+from tailguard.population import measure
+
+
+@measure("placed")
+def placed(agent, result):
+    """Growth; each worker leaves its node and its GPU in a file."""
+    import ray
+
+    if ray.is_initialized():
+        where = f"{{ray.get_runtime_context().get_node_id()}} {{' '.join(map(str, ray.get_gpu_ids()))}}"
+        (Path({place!r}) / f"{{os.getpid()}}.place").write_text(where)
     return result.growth
 '''
 DRIVER = """
@@ -312,18 +329,33 @@ def expected(workshop: Workshop, folder: Path) -> str:
     return reference
 
 
-def when_stalled(folder: Path, action: Callable[[int, str], None]) -> threading.Thread:
-    """Do something with the process and the node of the member that stalls, as soon as one does."""
+class WhenStalled(threading.Thread):
+    """Does something with the process and the node of the member that stalls, as soon as one does."""
 
-    def wait() -> None:
-        while not (folder / "stalled").exists():
-            time.sleep(0.05)
-        process, node = (folder / "stalled").read_text().split()
-        action(int(process), node)
+    def __init__(self, folder: Path, action: Callable[[int, str], None]) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.action, self.process = folder, action, 0
+        self.start()
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    return thread
+    def run(self) -> None:
+        if within(300, (self.folder / "stalled").exists):
+            process, node = (self.folder / "stalled").read_text().split()
+            self.process = int(process)
+            self.action(self.process, node)
+
+    def done(self) -> int:
+        """The process that stalled, once the action is done."""
+        self.join(300)
+        assert self.process, "no member stalled"
+        return self.process
+
+
+def within(seconds: float, happens: Callable[[], bool]) -> bool:
+    """Whether something is so within this time."""
+    deadline = time.monotonic() + seconds
+    while not (so := happens()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return so
 
 
 @needs_ray
@@ -342,10 +374,10 @@ def test_a_worker_or_a_node_dies_under_way_and_the_population_goes_on(
         victim = next(each for each in cluster.worker_nodes if each.node_id == node)
         cluster.remove_node(victim, allow_graceful=False)
 
-    killer = when_stalled(tmp_path, kill)
+    killer = WhenStalled(tmp_path, kill)
     executor = RayExecutor(workshop, tmp_path / "members", cluster.address)
     assert lineage_of(executor, tmp_path, "stalling") == reference
-    killer.join()
+    assert not is_alive(killer.done())
 
 
 @needs_ray
@@ -359,11 +391,38 @@ def test_the_driver_dies_under_way_and_another_one_goes_on(
     script.write_text(DRIVER.format(space=SPACE, overrides=[*SMALL, f"plugins=[{config.plugins[0]}]"]))
     command = [sys.executable, str(script), str(tmp_path), cluster.address]
     first = subprocess.Popen(command)
-    when_stalled(tmp_path, lambda *_: first.kill()).join()
+    worker = WhenStalled(tmp_path, lambda *_: first.kill()).done()
     assert first.wait() == -signal.SIGKILL
+    assert within(60, lambda: not is_alive(worker))  # it would train beside its successor
     assert len((tmp_path / "lineage.jsonl").read_text().splitlines()) == 3  # its head, and two of four rounds
     subprocess.run(command, check=True)
     assert (tmp_path / "lineage.jsonl").read_text() == reference
+
+
+@needs_ray
+@pytest.mark.slow
+def test_shares_of_a_gpu_put_several_workers_on_it_and_none_on_nodes_without_one(
+    cluster: Any,
+    tiny_config: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_parts: None,
+) -> None:
+    """The GPU is a number to Ray alone, as it is to its scheduler: the members train on the CPU."""
+    del own_parts
+    monkeypatch.setattr(judge, "MEASURES", dict(judge.MEASURES))
+    (tmp_path / "placed.py").write_text(PLACED.format(place=str(tmp_path)))
+    (tmp_path / "alone").mkdir()
+    settings = PopulationSettings(members=4, rounds=4, fraction=0.5, metric="placed")
+    config = tiny_config(f"plugins=[{tmp_path / 'placed.py'}]")
+    workshop = Workshop.of(build(config), settings, SearchSpace.parse(SPACE))
+    reference = lineage_of(LocalExecutor(workshop, tmp_path / "alone" / "members", 1), tmp_path / "alone", "placed")
+    node = cluster.add_node(num_cpus=4, num_gpus=1, object_store_memory=100 * 2**20)
+    executor = RayExecutor(workshop, tmp_path / "members", cluster.address, gpus=0.5)
+    assert lineage_of(executor, tmp_path, "placed") == reference
+    places = [path.read_text().split() for path in tmp_path.glob("*.place")]
+    # There are seven cores on four nodes, and four members.
+    assert places == [[node.node_id, "0"], [node.node_id, "0"]]
 
 
 @needs_ray

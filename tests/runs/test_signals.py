@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from tailguard.runs.signals import StopSignals
+from tailguard.runs.signals import Interrupted, StopSignals, interrupting
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
@@ -60,3 +60,23 @@ def test_hang_ups_are_a_wish_each_time_and_none_under_nohup() -> None:
             assert stop.received is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_the_work_under_way_and_a_second_one_ends_the_process(
+    first: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), first)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)  # the shell's and the system's, when a terminal closes
+            assert signal.getsignal(signal.SIGINT) == signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    with pytest.raises(Interrupted) as caught, interrupting("rounds are kept"):
+        work()
+    assert caught.value.number == first
+    assert "stopping; rounds are kept; a second Ctrl-C stops at once" in capfd.readouterr().err
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before

@@ -73,7 +73,7 @@ def population(
     """Train many agents at once; the worst go on from the best, with hyper-parameters near theirs.
 
     Members are judged on validation. The best ones become the agent of a run that backtest, report and compare take.
-    Ctrl-C stops it; the same command with --yes, or --resume, goes on after the last finished round.
+    Ctrl-C, or SIGTERM, stops it; the same command with --yes, or --resume, goes on after the last finished round.
     """
     from rich.console import Console
 
@@ -83,6 +83,7 @@ def population(
     from tailguard.population.population_run import PopulationPlan, again_command, read_plan, train_population
     from tailguard.population.space import SearchSpace
     from tailguard.runs.folder import RunFolder
+    from tailguard.runs.signals import Interrupted, interrupting
 
     def ask(question: str) -> bool:
         return yes or resume is not None or (sys.stdin.isatty() and typer.confirm(question))
@@ -106,7 +107,10 @@ def population(
         chosen = PopulationSettings(members=members, rounds=rounds, seed=population_seed, **choices)
         plan = PopulationPlan(SearchSpace.read(search), chosen, keep, executor, options)
     try:
-        train_population(settings, plan, folder, Console(), ask=ask)
-    except KeyboardInterrupt:
-        typer.echo(f"stopped  finished rounds are kept. Go on with: {again_command(folder)}", err=True)
-        raise typer.Exit(130) from None
+        with interrupting("finished rounds are kept"):
+            train_population(settings, plan, folder, Console(), ask=ask)
+    except Interrupted as interrupt:
+        begun = f"finished rounds are kept. Go on with: {again_command(folder)}"
+        words = begun if RunFolder(folder).is_population() else "before the first round; there is nothing to go on with"
+        typer.echo(f"stopped  {words}", err=True)
+        raise typer.Exit(128 + interrupt.number) from None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.config import RunConfig
 from tailguard.envs.prepared_market import PreparedMarket
 from tailguard.errors import ConfigError
@@ -94,11 +95,34 @@ def settings_hash(config: RunConfig, also: Mapping[str, Any] | None = None) -> s
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def trial_of(run: TrainedRun, sharpe: float) -> Trial:
-    """The run as the record of trials knows it, with the yearly Sharpe ratio of its test period."""
+def trial_of(run: TrainedRun, sharpe: float, members: Sequence[int] | None = None) -> Trial:
+    """The run as the record of trials knows it, with the yearly Sharpe ratio of its test period; NaN: not tested.
+
+    `members`: of a population, those that the trial is the mean of; None: those that are the run's agent. A population
+    differs from others with the same settings of a member by its own settings and its search space.
+    """
     ratio = sharpe if math.isfinite(sharpe) else None
     bars = run.bars.sha256 if isinstance(run.bars, PreparedMarket) else bars_hash(run.bars)
-    return Trial(bars, settings_hash(run.config), run.name, ratio)
+    also: dict[str, Any] = {}
+    if run.layout.is_population():
+        also = _population_settings(run.layout.lineage_path)
+        also["members"] = sorted(_members_of(run) if members is None else members)
+    return Trial(bars, settings_hash(run.config, also), run.name, ratio)
+
+
+def _population_settings(path: Path) -> dict[str, Any]:
+    """Settings and search space of a population, from the head of its lineage."""
+    try:
+        head = json.loads(read_plain(path).partition(b"\n")[0])
+        return {name: head[name] for name in ("population", "space")}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not the lineage of a population: {error!r}") from error
+
+
+def _members_of(run: TrainedRun) -> list[int]:
+    """The members of a population that are its agent: each has the run's seed and its own number."""
+    agents = run.agent.members if isinstance(run.agent, Ensemble) else [run.agent]
+    return [agent.seed - run.config.training.seed for agent in agents]
 
 
 def record_trial(path: Path, trial: Trial) -> bool:

@@ -100,6 +100,10 @@ class Lineage:
                     f"{_short(finished.decision)} is recorded, and {_short(again)} follows"
                 )
 
+    def last_standings(self) -> dict[int, tuple[int, Standing]]:
+        """The last round of every member, and how it ended it, by the member's number."""
+        return {each.member: (finished.number, each) for finished in self.rounds for each in finished.standings}
+
     def values_of(self, member: int) -> list[tuple[int, Hyper]]:
         """(step, values): those that the member's state was trained with up to each step, along its ancestors."""
         found: list[tuple[int, Hyper]] = []

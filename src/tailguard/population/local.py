@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
-from tailguard.data.disk.workers import cores
+from tailguard.data.disk.workers import cores, end_with_parent
 from tailguard.errors import RunError
 from tailguard.plugins import load_plugins
 from tailguard.population.executor import Job, JobOutcome
@@ -34,6 +36,7 @@ class LocalExecutor:
         self.processes = processes or cores()
         self._shared: SharedObject | None = None
         self._pool: ProcessPoolExecutor | None = None
+        self._leash: Connection | None = None
 
     def run(self, jobs: Sequence[Job]) -> list[JobOutcome]:
         """Do all jobs; what a dead process leaves is done again by others."""
@@ -79,19 +82,24 @@ class LocalExecutor:
             self._shared = share(self.workshop, self.members / SHARED)
         if self._pool is None:
             threads = self.workshop.config.training.threads or max(1, cores() // self.processes)
+            # A forked process may inherit locks that a thread of Polars or PyTorch holds.
+            spawn = multiprocessing.get_context("spawn")
+            theirs, self._leash = spawn.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(
                 self.processes,
-                # A forked process may inherit locks that a thread of Polars or PyTorch holds.
-                multiprocessing.get_context("spawn"),
+                spawn,
                 initializer=_begin,
-                initargs=(self._shared, threads, self.workshop.config.plugins),
+                initargs=(self._shared, threads, self.workshop.config.plugins, theirs),
             )
         return self._pool
 
     def _stop(self) -> None:
+        """End the processes, in the middle of a job too: what they have not stored is done again."""
+        if self._leash is not None:
+            self._leash.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = None
+        self._leash = self._pool = None
 
     def collect(self, member: int, step: int) -> None:
         """Checkpoints are in the run's folder from the start."""
@@ -99,17 +107,19 @@ class LocalExecutor:
     def close(self) -> None:
         """End the processes."""
         self._stop()
-        if self._shared is not None:
-            self._shared.path.unlink(missing_ok=True)
-            self._shared = None
+        (self.members / SHARED).unlink(missing_ok=True)  # perhaps that of a process that was killed
+        self._shared = None
 
 
 _workshop: Workshop | None = None
 """Of a worker process."""
 
 
-def _begin(shared: SharedObject, threads: int, plugins: Sequence[str]) -> None:
+def _begin(shared: SharedObject, threads: int, plugins: Sequence[str], leash: Connection) -> None:
     global _workshop
+    end_with_parent(leash)
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all; the parent decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(threads)
     load_plugins(plugins)  # before anything that they register is unpacked
     _workshop = shared.open()

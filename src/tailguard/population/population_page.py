@@ -36,7 +36,7 @@ class PopulationData:
     results: Mapping[str, BacktestResult]
     """The agent and the baselines on the test part."""
     members: Mapping[int, BacktestResult]
-    """Members of the last round on the test part, by number."""
+    """Members on the test part, by number."""
     kept: Sequence[int]
     """Members that are the agent."""
     trials: TrialCount
@@ -65,8 +65,8 @@ def population_page(data: PopulationData) -> str:
             *data.lineage.space.names,
         ),
         _member_rows(data),
-        caption="Members of the last round, best on validation first. Choosing one by its test column would use the "
-        "test part up.",
+        caption="Members, best on validation first; those that stopped early are last. Choosing one by its test column "
+        "would use the test part up.",
     )
     page.add("<h2>Schedules</h2>")
     page.chart(
@@ -117,7 +117,7 @@ def sentences(data: PopulationData) -> list[str]:
     if math.isfinite(skill.deflated):
         found.append(
             f"The probability that its Sharpe ratio exceeds what luck explains is {probability(skill.deflated)}, after "
-            f"{data.trials.count} trial{'s' * (data.trials.count != 1)}: every member that was tested counts "
+            f"{data.trials.count} trial{'s' * (data.trials.count != 1)}: every member counts "
             f"({data.trials.source})."
         )
     overfitting = overfitting_of([result.net for result in data.members.values()]) if len(data.members) > 1 else None
@@ -132,11 +132,12 @@ def _account(name: str, result: BacktestResult) -> tuple[str, ...]:
 
 
 def _member_rows(data: PopulationData) -> list[tuple[str, ...]]:
-    rows = []
-    for each in ranked(data.lineage.rounds[-1].standings)[:SHOWN]:
+    rows, finished = [], len(data.lineage.rounds)
+    last = sorted(data.lineage.last_standings().values(), key=lambda each: (-each[0], -each[1].score, each[1].member))
+    for number, each in last[:SHOWN]:
         tested = data.members.get(each.member)
         out = ("–", "–") if tested is None else (growth_of(tested), f"{tested.metrics['sharpe']:.2f}")
-        mark = " (kept)" if each.member in data.kept else ""
+        mark = " (kept)" if each.member in data.kept else f" (to round {number})" if number < finished else ""
         score = "failed" if each.failed else f"{each.score:+.3f}"
         rows.append(
             (f"{each.member}{mark}", score, *out, *(shown(each.hyper[name]) for name in data.lineage.space.names))

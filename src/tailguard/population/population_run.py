@@ -14,12 +14,12 @@ from tailguard.algorithm.ensemble import Ensemble
 from tailguard.algorithm.learner import Learner
 from tailguard.config import RunConfig, to_yaml
 from tailguard.console import say
-from tailguard.errors import CheckpointError, ConfigError
+from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT
 from tailguard.evaluate.budget import own_budget
 from tailguard.evaluate.report import write_page
-from tailguard.evaluate.trials import Trial, count_trials, record_trial, settings_hash, trial_of
+from tailguard.evaluate.trials import count_trials, record_trial, trial_of
 from tailguard.experiment.trained_run import TrainedRun
 from tailguard.population.ask_tell import PBT
 from tailguard.population.evolution import evolve, resumed
@@ -82,13 +82,13 @@ def train_population(
             if not goes_on:  # only now, as for a single run: what cannot be used must not claim the name
                 run.begin(config)
             pbt = _evolve(run, config, plan, executor, console)
-            best = pbt.best
-            for each in best:
-                executor.collect(each.member, pbt.lineage.rounds[-1].step)
+            trained_to = _trained_to(pbt.lineage)
+            for member, (step, _) in trained_to.items():
+                executor.collect(member, step)
         finally:
             executor.close()
-        kept = best[: plan.keep]
-        learners = {each.member: _restored(workshop, run, each, pbt.lineage) for each in best}
+        kept = pbt.best[: plan.keep]
+        learners = {member: _restored(workshop, run, standing, step) for member, (step, standing) in trained_to.items()}
         members = [Member(learners[each.member], None) for each in kept]
         agent = combine(members, workshop.judge.validation, config, console)
         save_result(agent, run, again_command(run.path))
@@ -173,7 +173,7 @@ def _evolve(run: RunFolder, config: RunConfig, plan: PopulationPlan, executor: E
     lineage.write(run.lineage_path)
     step = lineage.rounds[-1].step if lineage.rounds else 0
     records = MemberRecords(run, range(plan.settings.members), step)
-    with shown_population(lineage, console) as screen:
+    with shown_population(lineage, console, config.risk.limit) as screen:
         pbt = evolve(
             executor,
             plan.space,
@@ -187,15 +187,17 @@ def _evolve(run: RunFolder, config: RunConfig, plan: PopulationPlan, executor: E
     return pbt
 
 
-def _restored(workshop: Workshop, run: RunFolder, standing: Standing, lineage: Lineage) -> Learner:
-    """A member at the end of the last round."""
+def _trained_to(lineage: Lineage) -> dict[int, tuple[int, Standing]]:
+    """The last step of every member that has a state there, and its standing; some may have stopped early."""
+    steps = {finished.number: finished.step for finished in lineage.rounds}
+    last = lineage.last_standings()
+    return {member: (steps[number], standing) for member, (number, standing) in last.items() if not standing.failed}
+
+
+def _restored(workshop: Workshop, run: RunFolder, standing: Standing, step: int) -> Learner:
+    """A member where its training ended."""
     learner = workshop.build(standing.member, standing.hyper)
-    try:
-        workshop.store(run.members_path, standing.member).restore(learner, lineage.rounds[-1].step)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}. Go on with the population to train it again: {again_command(run.path)}"
-        ) from error
+    workshop.load(learner, run.members_path, standing.member, step)
     return learner
 
 
@@ -206,17 +208,19 @@ def _finish(
     kept: list[int],
     console: Console,
 ) -> RunResult:
-    """Test the agent and every member of the last round, record the trials, and write the page."""
+    """Test the agent and every member, record the trials, and write the page."""
     with console.status("") as status:
         result = evaluate_on_test(trained, own_budget(trained.config), lambda name: status.update(f"test     {name}"))
         tested: dict[int, BacktestResult] = {}
         for member, learner in learners.items():
             status.update(f"test     member {member}")
             tested[member] = backtest(learner, trained.part("test"))
-    own = [
-        _trial(trained, lineage, None, result.results[AGENT]),
-        *(_trial(trained, lineage, member, each) for member, each in tested.items()),
-    ]
+    own = [trial_of(trained, result.results[AGENT].metrics["sharpe"], kept)]
+    for member in lineage.last_standings():  # one without a state was tried, too
+        if [member] != kept:
+            sharpe = tested[member].metrics["sharpe"] if member in tested else math.nan
+            trial = trial_of(trained, sharpe, [member])
+            own.append(replace(trial, run=f"{trained.name}/members/{member}"))
     path = trained.layout.trials_path
     for trial in own:
         try:
@@ -233,14 +237,3 @@ def _finish(
     say(console, f"trials   {trials.source}")
     say(console, f"page     {trained.layout.population_page_path}")
     return result
-
-
-def _trial(trained: TrainedRun, lineage: Lineage, member: int | None, result: BacktestResult) -> Trial:
-    """The agent, or one of the members, as the record of trials knows it."""
-    sharpe = result.metrics["sharpe"]
-    whole = trial_of(trained, sharpe)
-    if member is None:
-        return whole
-    also = {"population": lineage.settings.to_dict(), "space": lineage.space.to_dict(), "member": member}
-    name = f"{trained.name}/members/{member}"
-    return Trial(whole.data, settings_hash(trained.config, also), name, sharpe if math.isfinite(sharpe) else None)

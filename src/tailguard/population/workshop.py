@@ -12,6 +12,7 @@ from tailguard.algorithm.nonfinite import NonFiniteError
 from tailguard.config import RunConfig
 from tailguard.envs.prepared_market import MappedBars
 from tailguard.envs.trading import TradingEnv
+from tailguard.errors import CheckpointError
 from tailguard.experiment.build import Experiment, build_learner, trading_env
 from tailguard.experiment.layout import RunLayout
 from tailguard.monitor.callbacks import Callback
@@ -77,8 +78,18 @@ class Workshop:
 
     def restore(self, learner: Learner, job: Job, members: Path) -> None:
         """The state that a job goes on from, with the job's values in force."""
-        self.store(members, job.parent).restore(learner, job.start)
+        self.load(learner, members, job.parent, job.start)
         self.take_over(learner, job)
+
+    def load(self, learner: Learner, members: Path, member: int, step: int) -> None:
+        """The state that a member had at this step."""
+        store = self.store(members, member)
+        if step not in store.steps():
+            raise CheckpointError(
+                f"{members / str(member)}: there is no checkpoint of step {step:,}. If that round was trained with "
+                "--executor ray and --storage, it is in the storage: go on with the same two options"
+            )
+        store.restore(learner, step)
 
     def finish(
         self, learner: Learner, member: int, metrics: Sequence[Mapping[str, float]], members: Path

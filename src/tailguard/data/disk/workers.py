@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -86,13 +87,25 @@ def _single_threaded() -> Iterator[None]:
 
 
 def _begin(plugins: Sequence[str]) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     load_plugins(plugins)
 
 
-def _end_with_parent() -> None:
-    """A process whose parent was killed would wait for tasks forever."""
+def end_with_parent(leash: Connection | None = None) -> None:
+    """Let this process end when its parent has died, though it may be in the middle of a task.
+
+    A process whose parent was killed would finish its tasks, and then wait for others forever.
+    `leash`: a pipe; the process also ends when the parent closes the other end, or this end is broken.
+    """
     parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
+    if parent is None:
+        return
+    watched: list[Connection | int] = [parent.sentinel]
+    if leash is not None:
+        watched.append(leash)
+
+    def watch() -> None:
+        wait(watched)
         os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
