@@ -190,11 +190,14 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
     """Read the files of `path`, or the frame, and put each symbol's bars together."""
     if is_frame(path):
         name = frame_name(path)
-        tables = [Table.of(rows_of_wide(with_names(read_frame(path))), name, "bars")]
+        tables = [Table.of(rows_of_wide(with_one_time(with_names(read_frame(path))), name), name, "bars")]
     else:
         files, name = files_of(path), name_of(path)
         check_memory(files, name)
-        tables = [Table.of(rows_of_wide(with_one_time(read_file(file))), str(file), symbol_of(file)) for file in files]
+        tables = [
+            Table.of(rows_of_wide(with_one_time(read_file(file)), str(file)), str(file), symbol_of(file))
+            for file in files
+        ]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     dropped = tuple(field for field in OPTIONAL if field in any_ - common)
