@@ -24,7 +24,7 @@ from tailguard.data.columns import (
     symbol_column,
     symbol_of,
 )
-from tailguard.data.corporate_actions import Adjust, adjusted
+from tailguard.data.corporate_actions import Adjust, adjusted, dividend_note
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
@@ -53,6 +53,8 @@ class Source:
     """Optional fields that only some of the files have; they are dropped."""
     filled: tuple[str, ...] = ()
     """Fields that some of the files do not have: volume is 0 there, and all prices are the close."""
+    adjust: Adjust = "none"
+    """What the prices have been adjusted for here."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -62,7 +64,12 @@ class Source:
             "no volume: orders cannot be limited or priced by it; trade with market.participation=inf and "
             "market.impact=0"
         )
-        return (*([closes] if "open" in self.filled else []), *([volume] if "volume" in self.filled else []))
+        dividends = dividend_note(self.frame, self.adjust)
+        return (
+            *([closes] if "open" in self.filled else []),
+            *([volume] if "volume" in self.filled else []),
+            *([] if dividends is None else [dividends]),
+        )
 
 
 def load_bars(
@@ -157,7 +164,7 @@ def bars_of(
 def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
     """The source with its prices adjusted; see `load_bars`."""
     frame = adjusted(source.frame, source.name, adjust, events)
-    return source if frame is source.frame else replace(source, frame=frame)
+    return source if frame is source.frame else replace(source, frame=frame, adjust=adjust)
 
 
 def check_source(
