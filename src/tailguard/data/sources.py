@@ -94,8 +94,8 @@ def load_bars(
         symbol: the symbol to select if there are several, or its name if the files do not give one.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
         calendar: when the market trades: "24/7"; "auto", inferred from the bars; "fx"; a name of exchange_calendars
-            like "XNYS"; a list of sessions, each a date or a pair of datetimes, open and close; or a .csv or .parquet
-            file of them. Bars are missing only where the calendar has them.
+            like "XNYS"; a list of sessions, each a date (also at midnight, as pandas has it) or a pair of datetimes,
+            open and close; or a .csv or .parquet file of them. Bars are missing only where the calendar has them.
         gaps: "error" refuses missing bars; "split" keeps the bars and starts a new segment after each gap, which
             no episode crosses.
         volume_unit: "quote" says that the volume column counts quote units (dollars); it is divided by each bar's
@@ -155,10 +155,18 @@ def bars_of(
     if universe == "common":
         if delistings:
             raise BarsError(f"{source.name}: delistings need universe='ragged', in which symbols come and go")
-        return Bars(with_segments(frame, timetable), report.frequency, source.name, sessions=sessions)
+        rows = with_segments(frame, timetable)
+        return Bars(rows, report.frequency, source.name, sessions=sessions, daily_closes=timetable.daily_closes)
     frame = with_segments(frame, timetable, ragged=True)
     members = universe_of(frame, delistings or {}, source.name)
-    return Bars(frame, report.frequency, source.name, sessions=sessions, universe=members)
+    return Bars(
+        frame,
+        report.frequency,
+        source.name,
+        sessions=sessions,
+        universe=members,
+        daily_closes=timetable.daily_closes,
+    )
 
 
 def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
