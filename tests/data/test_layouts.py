@@ -13,7 +13,7 @@ import pytest
 from skfolio.datasets import load_sp500_dataset
 
 import tailguard as tg
-from tailguard.data.disk.read_pieces import read_pieces, readable_in_pieces
+from tailguard.data.disk.read_pieces import fields_of, read_pieces, readable_in_pieces
 from tailguard.data.sources import check_source, read_source
 from tailguard.errors import BarsError
 from tailguard.market import MarketConfig
@@ -220,6 +220,12 @@ def test_a_file_of_two_levels_is_prepared_like_any_other(tmp_path: Path) -> None
     tables = list(read_pieces(tmp_path / "two.csv", 10))
     assert pl.concat([table.frame for table in tables])["symbol"].to_list() == ["AAPL"] * 60 + ["MSFT"] * 60
     assert readable_in_pieces(tmp_path / "two.csv")
+
+
+def test_a_wide_file_is_not_prepared_as_one_symbol(tmp_path: Path) -> None:
+    closes_of(("AAPL", "C", "V")).to_csv(tmp_path / "closes.csv")
+    with pytest.raises(BarsError, match=r"a wide table.*cannot be read in pieces"):
+        fields_of(tmp_path / "closes.csv")
 
 
 HOURS = pd.date_range("2024-01-01", periods=60, freq="h")

@@ -47,6 +47,11 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
 def fields_of(path: Path) -> set[str]:
     """The fields of bars that the file has, by its columns alone."""
     raw = _first_rows(path)
+    if rows_of_wide(raw, str(path)) is not raw:
+        raise BarsError(
+            f"{path}: a wide table, with a column of closes for each symbol, which cannot be read in pieces. Write "
+            "rows of symbol, time and close (melt in pandas, unpivot in Polars), or load it into memory"
+        )
     return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
 
 
