@@ -36,8 +36,8 @@ NAMES = {
 for an old one (4 for 4:1; 0, 1 or nothing where there is none), on the first bar without them."""
 
 
-CERTAIN = 3.0
-"""Log-likelihood ratio, twenty to one, beyond which prices show whether they are adjusted for dividends."""
+CERTAIN = 5.0
+"""Log-likelihood ratio, 150 to one, beyond which prices show whether they are adjusted for dividends."""
 LEAST_SPREAD = 1e-4
 """Least usual move of a price overnight."""
 
