@@ -1,7 +1,7 @@
 """Bars larger than memory: preparing in one and in two processes, training from blocks, checking files of gigabytes.
 
     python benchmarks/large_data.py                       all three, about ten minutes of CPU time
-    python benchmarks/large_data.py --only prepare        bars per CPU-second, and the exponent in the number of bars
+    python benchmarks/large_data.py --only prepare        bars per CPU-second, and exponents in symbols and in bars
     python benchmarks/large_data.py --only blocks         training from blocks beside training from memory
     python benchmarks/large_data.py --only check          `tailguard data check` on 2 GB of CSV: its largest memory
 
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -36,7 +37,9 @@ from tailguard.runs.prepare_market import prepare_market
 SYMBOLS = 8
 SIZES = (100_000, 200_000, 400_000)
 """Bars of each symbol."""
-TARGET, CORES = 300_000_000, 16
+COUNTS, FEW = (8, 16, 32, 64), 50_000
+"""Numbers of symbols, of so many bars each."""
+TARGET, TARGET_SYMBOLS, CORES = 300_000_000, 500, 16
 MINUTE = timedelta(minutes=1)
 RESIDENT = 4
 """Times that the training bars are as many as the resident ones."""
@@ -68,14 +71,17 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def scaled_seconds(serial: float, parallel: float, bars: int, slope: float, target: int, cores: int) -> float:
-    """Seconds for `target` bars on so many cores: what one process does, and an equal share of what many do."""
-    return (serial + parallel / cores) * (target / bars) ** slope
+def scaled_seconds(one: Prepared, in_symbols: float, in_bars: float) -> float:
+    """Seconds for the target on its cores: what one process does, and an equal share of what many do, each with the
+    exponents in the number of symbols and in the bars of a symbol. Exponents below 1 are noise, and count as 1."""
+    growth = (TARGET_SYMBOLS / SYMBOLS) ** max(in_symbols, 1.0)
+    growth *= (TARGET / TARGET_SYMBOLS / (one.bars / SYMBOLS)) ** max(in_bars, 1.0)
+    return (one.parent + one.workers / CORES) * growth
 
 
-def write_symbols(folder: Path, bars: int) -> None:
+def write_symbols(folder: Path, bars: int, symbols: int = SYMBOLS) -> None:
     folder.mkdir()
-    for number in range(SYMBOLS):
+    for number in range(symbols):
         frame = make_market(bars, frequency="1m", seed=number).bars.frame.drop("segment", "symbol")
         frame.write_parquet(folder / f"SYM{number:02d}.parquet")
 
@@ -90,21 +96,36 @@ def prepare_once(source: Path, out: Path, jobs: int, accounts: str) -> Prepared:
 
 
 def measure_preparing(place: Path, accounts: str) -> None:
-    found = []
+    print(f"accounts: {accounts}")
+    by_bars = []
     for bars in SIZES:
         write_symbols(place / str(bars), bars)
-        found.append(prepare_once(place / str(bars), place / "out", 1, accounts))
-        print(f"1 job   {found[-1].bars:>9,} bars  {found[-1].seconds:7.1f} s  {rate(found[-1])}", flush=True)
+        by_bars.append(prepare_once(place / str(bars), place / "out", 1, accounts))
+        print(f"{SYMBOLS} symbols, 1 job   {describe(by_bars[-1])}", flush=True)
     several = prepare_once(place / str(SIZES[-1]), place / "out", 2, accounts)
     print(
-        f"2 jobs  {several.bars:>9,} bars  {several.seconds:7.1f} s  {rate(several)}: {several.parent:.1f} s in the "
-        f"process that gives out the work, {several.workers / 2:.1f} s in each of two",
+        f"{SYMBOLS} symbols, 2 jobs  {describe(several)}: {several.parent:.1f} s in the process that gives out the "
+        f"work, {several.workers / 2:.1f} s in each of two",
         flush=True,
     )
-    slope = exponent([one.bars for one in found], [one.seconds for one in found])
-    expected = scaled_seconds(several.parent, several.workers, several.bars, max(slope, 1.0), TARGET, CORES)
-    print(f"exponent in the number of bars: {slope:.3f}")
-    print(f"scaled, not measured: {TARGET:,} bars on {CORES} such cores take {expected / 60:.1f} minutes")
+    by_symbols = []
+    for count in COUNTS:
+        write_symbols(place / f"symbols{count}", FEW, count)
+        by_symbols.append(prepare_once(place / f"symbols{count}", place / "out", 1, accounts))
+        print(f"{count} symbols, 1 job   {describe(by_symbols[-1])}", flush=True)
+    in_bars, in_symbols = (
+        exponent([one.bars for one in found], [one.seconds for one in found]) for found in (by_bars, by_symbols)
+    )
+    print(f"exponent in the bars of a symbol: {in_bars:.2f}; in the number of symbols: {in_symbols:.2f}")
+    expected = scaled_seconds(several, in_symbols, in_bars)
+    print(
+        f"scaled, not measured: {TARGET_SYMBOLS} symbols of {TARGET // TARGET_SYMBOLS:,} bars on {CORES} such cores "
+        f"take {expected / 60:.1f} minutes"
+    )
+
+
+def describe(one: Prepared) -> str:
+    return f"{one.bars:>9,} bars  {one.seconds:6.1f} s  {rate(one)}"
 
 
 def rate(one: Prepared) -> str:
@@ -120,22 +141,28 @@ def measure_blocks(place: Path, rounds: int = 8) -> None:
     inside = tg.split_bars(tg.load_bars(place / "bars.parquet"), embargo="7d").train
     options = {"num_envs": 256, "episode_length": 128, "seed": 0}
     envs = [tg.TradingEnv(inside, **options), tg.TradingEnv(market, resident_bars=bars // RESIDENT, **options)]
-    agents = [tg.DistributionalPPO(env, n_steps=64, minibatch_size=2_048, epochs=2, seed=0) for env in envs]
+    for name, agents in (
+        ("PPO", [tg.DistributionalPPO(env, n_steps=64, minibatch_size=2_048, epochs=2, seed=0) for env in envs]),
+        ("gradients through the market", [tg.PathwiseLearner(env, seed=0) for env in envs]),
+    ):
+        _compare(name, agents, envs, bars, rounds)
+
+
+def _compare(name: str, agents: Sequence[Any], envs: Sequence[tg.TradingEnv], bars: int, rounds: int) -> None:
     seconds: list[list[float]] = [[], []]
-    exchanged = 0
+    before_turns = 0 if envs[1].blocks is None else envs[1].blocks.turn
     for each in range(rounds + 1):
         for which, agent in enumerate(agents):
             before = time.process_time()
             agent.learn(4 * 64 * 256, reset_num_timesteps=False)
             if each:  # the first round warms up
                 seconds[which].append(time.process_time() - before)
-        blocks = envs[1].blocks
-        exchanged = blocks.turn if blocks is not None else 0
     steps = 4 * 64 * 256
+    exchanged = 0 if envs[1].blocks is None else envs[1].blocks.turn - before_turns
     memory, from_blocks = (steps / np.median(one) for one in seconds)
     ratios = np.array(seconds[0]) / np.array(seconds[1])
     print(
-        f"{bars:,} training bars, a {RESIDENT}th of them resident, {exchanged} blocks exchanged: from memory "
+        f"{name}: {bars:,} training bars, a {RESIDENT}th of them resident, {exchanged} blocks exchanged: from memory "
         f"{memory:,.0f} steps per CPU-second, from blocks {from_blocks:,.0f}: {np.median(ratios):.3f} of it "
         f"(rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)})"
     )

@@ -11,8 +11,8 @@ the planted state, before costs. Beside it stands what that trader keeps after c
 a weight when the symbols are in another order. *Permutations*: scores dealt out among the symbols at random; p is
 exact, (1 + those that earn as much) / (1 + permutations).
 
-**Cost.** CPU time of an iteration with the shared encoder, five features an asset and default settings. Sizes take
-turns, and times are medians.
+**Cost.** CPU time of an iteration with an encoder that shares its weights over assets, five features an asset and
+default settings. Sizes take turns, and times are medians.
 """
 
 from __future__ import annotations
@@ -118,10 +118,12 @@ def cost(rounds: int, envs: int) -> None:
     limits = tg.Constraints(asset_max=0.5, gross_max=0.9, net_max=0.5, turnover_max=0.5)
     print(f"CPU ms of an iteration, {envs} environments × 16 bars, 1 thread")
     print("learner         " + "".join(f"{size:>8d}" for size in SIZES) + "    100 to 1   exponent   last two")
-    for name, kind, chosen in (
-        ("pathwise", tg.PathwiseLearner, None),
-        ("pathwise, limits", tg.PathwiseLearner, limits),
-        ("ppo", tg.DistributionalPPO, None),
+    for name, kind, encoder, chosen in (
+        ("pathwise", tg.PathwiseLearner, "shared", None),
+        ("pathwise, limits", tg.PathwiseLearner, "shared", limits),
+        ("pathwise, attn", tg.PathwiseLearner, "attention", None),
+        ("ppo", tg.DistributionalPPO, "shared", None),
+        ("ppo, attn", tg.DistributionalPPO, "attention", None),
     ):
         learners = []
         for size in SIZES:
@@ -129,7 +131,7 @@ def cost(rounds: int, envs: int) -> None:
             env = tg.TradingEnv(
                 part, num_envs=envs, episode_length=64, features=FEATURES, shared_scaling=True, constraints=chosen
             )
-            learners.append(kind(env, encoder="shared", n_steps=16, seed=0).learn(2 * envs * 16))
+            learners.append(kind(env, encoder=encoder, n_steps=16, seed=0).learn(2 * envs * 16))
         times = [[_seconds(learner) for learner in learners] for _ in range(rounds)]
         medians = [statistics.median(column) for column in zip(*times, strict=True)]
         cells = "".join(f"{1e3 * each:8.1f}" for each in medians)

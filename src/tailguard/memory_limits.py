@@ -13,10 +13,12 @@ from pathlib import Path
 from tailguard.errors import ConfigError
 
 _SAID = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 """Numbers of glibc's `mallopt`."""
 _LARGEST_KEPT, _KEPT_IN_ALL = 32 * 2**20, 256 * 2**20
-"""Bytes. glibc allows no more for a single block."""
+"""Bytes. glibc allows no more for a single block, unless no block has a mapping of its own."""
+_MOST_KEPT, _SHARE_KEPT = 2**30, 1 / 8
+"""Bytes, and share of the free memory, that are kept where that is more."""
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 
@@ -32,15 +34,20 @@ def keep_freed_memory() -> bool:
     """Let this process keep freed blocks for reuse; returns whether that is enabled.
 
     glibc gives larger blocks back to the system at once. An iteration allocates and frees the same tensors again and
-    again, a hundred thousand pages, and the kernel clears every page that it hands out again. Where there is no
-    glibc, or the user has set its thresholds in the environment, nothing is changed.
+    again, a hundred thousand pages, and the kernel clears every page that it hands out again. With many assets single
+    tensors exceed the largest block that glibc keeps: where memory is ample, no block gets a mapping of its own. Where
+    there is no glibc, or the user has set its thresholds in the environment, nothing is changed.
     """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")):
+    names = ("TRIM_THRESHOLD", "MMAP_THRESHOLD", "MMAP_MAX", "TOP_PAD")
+    if any(f"MALLOC_{name}_" in os.environ for name in names):
         return False
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # Windows, macOS, musl
         return False
+    kept = int(min(_MOST_KEPT, _SHARE_KEPT * free_memory()))
+    if kept > _KEPT_IN_ALL:
+        return bool(set_option(_MMAP_MAX, 0) and set_option(_TRIM_THRESHOLD, kept))
     return bool(set_option(_MMAP_THRESHOLD, _LARGEST_KEPT) and set_option(_TRIM_THRESHOLD, _KEPT_IN_ALL))
 
 

@@ -140,5 +140,8 @@ def test_differences_of_regularisations_are_paired_by_seed(load: Any) -> None:
 def test_preparing_is_scaled_by_its_serial_part_its_share_and_its_exponent(load: Any) -> None:
     large = load("large_data")
     assert large.exponent((10, 20, 40), [2 * size**1.25 for size in (10, 20, 40)]) == pytest.approx(1.25)
-    # 4 s of one process and 96 s of many: on 16 cores 10 s; a hundredfold to the power of 1.5 is a thousand times that.
-    assert large.scaled_seconds(4.0, 96.0, 1_000, 1.5, 100_000, 16) == pytest.approx(10_000)
+    # 4 s of one process and 96 s of many: on 16 cores 10 s. 500 symbols are 62.5 times 8, linear where the measured
+    # exponent is below 1; 600,000 bars of each are 4 times 150,000, to the power of 1.5 eightfold.
+    one = large.Prepared(bars=8 * 150_000, jobs=2, parent=4.0, workers=96.0)
+    assert large.scaled_seconds(one, 0.9, 1.5) == pytest.approx(10 * 62.5 * 8)
+    assert large.scaled_seconds(one, 2.0, 1.0) == pytest.approx(10 * 62.5**2 * 4)

@@ -22,6 +22,7 @@ from tailguard.cli import app, main
 from tailguard.config import load_config
 from tailguard.errors import BarsError, BarsWarning, ConfigError, TailguardError
 from tailguard.evaluate.baselines import BuyAndHold
+from tailguard.evaluate.benchmark import compare_with, compare_with_rate
 from tailguard.evaluate.stress import scaled_costs
 from tailguard.robust.feed import parse_feed
 from tailguard.runs.runner import train
@@ -277,6 +278,37 @@ def test_report_writes_its_tables_as_csv_when_asked_to(folder: Path, tmp_path: P
     names = ["bars", "drawdowns", "exposures", "months", "trades"]
     assert sorted(path.name for path in data.iterdir()) == [f"{name}.csv" for name in names]
     assert (data / "trades.csv").read_text().startswith("entry_time,exit_time,symbol,side,bars")
+
+
+def test_a_benchmark_and_a_rate_are_compared_with_together_and_alone(folder: Path, tmp_path: Path) -> None:
+    config = load_config(folder / "config.yaml")
+    bars = tg.load_bars(config.data.path)
+    test = tg.split_bars(bars, validation=0.15, test=0.15, embargo="1d").test
+    agent = tg.DistributionalPPO.load(folder / "agent")
+    result = tg.backtest(agent, test, config.market)
+    file = tmp_path / "INDEX.csv"
+    bars.frame.select("time", close=100 + pl.col("close").log()).write_csv(file)
+
+    written = tmp_path / "b.json"
+    both = ("--benchmark", file, "--risk-free", 0.03)
+    for options, key, expected in (
+        (both, "benchmark", compare_with(result, tg.load_bars(file), 0.03)),
+        (both[2:], "risk_free", compare_with_rate(result, 0.03)),
+        (both[:2], "benchmark", compare_with(result, tg.load_bars(file))),
+    ):
+        shown = run("backtest", folder, *options, "--json", written)
+        assert f"relative {expected.describe()}" in shown
+        assert json.loads(written.read_text())[key]["own_sharpe"] == pytest.approx(expected.own_sharpe, rel=1e-9)
+    assert "relative" not in run("backtest", folder)
+    run("report", folder, "--out", tmp_path / "page.html", "--csv", *both[2:])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "over a risk-free rate of 3&nbsp;% a year" in page
+    assert (tmp_path / "page_data" / "relative.csv").read_text().startswith("figure,value\nrisk_free,0.03\n")
+    for options in (both[:2], both[2:]):
+        with pytest.raises(ConfigError, match="--benchmark and --risk-free: are for one backtest"):
+            run("backtest", folder, "--feed", "late:2", *options)
+    with pytest.raises(ConfigError, match="risk_free"):
+        run("backtest", folder, "--risk-free", 3)
 
 
 def test_each_symbol_in_accounts_of_its_own_from_training_to_the_report(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from tailguard.data.bars import Bars, with_segments
 from tailguard.data.calendars import around_the_clock
+from tailguard.data.synthetic import make_market
 from tailguard.errors import BarsError
 
 HOUR = timedelta(hours=1)
@@ -99,3 +101,11 @@ def test_funding_is_in_the_panel_when_it_was_observed() -> None:
     funding = bars_of({"A": [0, 1]}, funding_rate=0.0001).panel().funding
     assert funding is not None
     np.testing.assert_array_equal(funding, [[0.0001], [0.0001]])
+
+
+def test_the_summary_of_many_symbols_is_short() -> None:
+    few, many = make_market(60, assets=2).bars, make_market(60, assets=60).bars
+    assert repr(few).startswith("Bars(SYN01, SYN02: 120 of 1h, 2021-01-01 00:00 to 2021-01-03 11:00, from ")
+    assert len(repr(many)) < 150
+    assert "SYN01, SYN02, SYN03 … (60 in all)" in repr(many)
+    assert "0 of 1h, none" in repr(replace(few, frame=few.frame.head(0)))

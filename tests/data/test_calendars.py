@@ -233,3 +233,61 @@ def test_bars_without_sessions_have_none() -> None:
     assert bars.sessions is None
     assert bars.panel().held_ms is None
     assert not bars.panel().session_ends.any()
+
+
+FX_DAYS = pd.bdate_range("2021-06-01", periods=120)
+IN_NEW_YORK = ZoneInfo("America/New_York")
+
+
+def daily(index: pd.DatetimeIndex) -> pd.DataFrame:
+    close = 1.2 + 0.01 * np.sin(np.arange(len(index)))
+    return pd.DataFrame({"close": close}, index=index)
+
+
+@pytest.mark.parametrize(
+    "stamps",
+    [
+        FX_DAYS,
+        (FX_DAYS - pd.Timedelta(days=1)).map(lambda day: day.replace(hour=17).tz_localize("America/New_York")),
+        FX_DAYS.tz_localize("Europe/London"),  # as yfinance stamps EURUSD=X: 23:00 UTC of the day before
+        FX_DAYS.tz_localize("America/New_York"),
+    ],
+    ids=["date", "17:00 New York the day before", "London", "New York"],
+)
+def test_daily_bars_of_currencies_belong_to_their_session_however_they_are_stamped(stamps: pd.DatetimeIndex) -> None:
+    bars = load_bars(daily(stamps), calendar="fx", symbol="EURUSD")
+    assert bars.panel().segment.max() == 0
+    closes = bars.close_times.to_list()
+    assert closes[:-1] == [
+        datetime(day.year, day.month, day.day, 17, tzinfo=IN_NEW_YORK).astimezone(UTC) for day in FX_DAYS[:-1]
+    ]
+    without = load_bars(daily(stamps.delete(50)), calendar="fx", symbol="EURUSD", gaps="split")
+    assert np.flatnonzero(np.diff(without.panel().segment)).tolist() == [49]
+
+
+@pytest.mark.parametrize("kind", [list, lambda days: days, lambda days: days.to_numpy(), lambda days: list(days.date)])
+def test_sessions_may_come_as_pandas_and_numpy_have_dates(kind) -> None:
+    days = FX_DAYS[FX_DAYS.day_of_week != 4]
+    bars = load_bars(daily(days), calendar=kind(days), symbol="X")
+    assert (bars.pace.per_week, bars.panel().segment.max()) == (4, 0)
+    with pytest.raises(BarsError, match="bar missing"):
+        load_bars(daily(days.delete(9)), calendar=kind(days), symbol="X")
+
+
+def test_pairs_of_timestamps_are_sessions() -> None:
+    days = FX_DAYS[:3]
+    times = [day + pd.Timedelta(hours=hour) for day in days for hour in range(10, 16)]
+    pairs = [(day + pd.Timedelta(hours=10), day + pd.Timedelta(hours=16)) for day in days]
+    assert load_bars(daily(pd.DatetimeIndex(times)), calendar=pairs, symbol="X").pace.per_day == 6
+
+
+def test_a_daily_bar_of_shares_closes_with_its_session_and_an_hourly_one_by_the_next() -> None:
+    days = pd.bdate_range("2023-11-20", "2023-12-08").drop("2023-11-23")
+    closes = load_bars(daily(days), calendar="XNYS", symbol="SPY").close_times
+    assert [closes[number].hour for number in (2, 3, 4)] == [21, 18, 21]  # 24 November closes at 13:00 in New York
+    # Sessions of five hours in bars of two: the last bar of each is cut short where the next one opens.
+    noon = datetime(2021, 6, 7, 10, tzinfo=UTC)
+    pairs = [(noon + 5 * number * HOUR, noon + 5 * (number + 1) * HOUR) for number in range(4)]
+    opens = [begin + hour * HOUR for begin, _ in pairs for hour in (0, 2, 4)]
+    cut = load_bars(pl.DataFrame({"time": opens, "close": [1.0, 2.0] * 6}), calendar=pairs, symbol="X")
+    assert cut.close_times.to_list()[:-1] == opens[1:]

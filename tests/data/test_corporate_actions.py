@@ -10,7 +10,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from tailguard.data.sources import load_bars
+from tailguard.data.sources import load_bars, read_source, with_adjusted
 from tailguard.errors import BarsError, BarsWarning
 from tailguard.evaluate.backtest import backtest
 from tailguard.evaluate.baselines import BuyAndHold
@@ -95,7 +95,10 @@ def bars_of(frame: pd.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
 def test_prices_that_are_adjusted_already_are_refused() -> None:
     frame = shares()
     done = load_bars(frame, adjust="splits").frame
-    again = done.drop("segment", "symbol").with_columns(split=pl.Series(frame["Stock Splits"].to_numpy()))
+    # As Yahoo gives them: dividends before the split are per new share, too.
+    again = done.drop("segment", "symbol").with_columns(
+        pl.col("Dividends") / 4, split=pl.Series(frame["Stock Splits"].to_numpy())
+    )
     with pytest.raises(BarsError, match=r"a split of 4:1 that is not in the prices .* Use adjust='dividends'"):
         load_bars(again.drop("Stock Splits"), adjust="all")
 
@@ -113,3 +116,75 @@ def test_what_cannot_be_adjusted_is_named(adjust: str, events: pl.DataFrame | No
     frame = shares().drop(columns=["Dividends", "Stock Splits"])
     with pytest.raises(BarsError, match=message):
         load_bars(frame, adjust=adjust, events=events)  # type: ignore[arg-type]
+
+
+def payer(seed: int = 0, years: int = 5) -> pd.DataFrame:
+    """Unadjusted daily bars that move by 0.5 % overnight and pay 0.8 % a quarter, by which they open lower."""
+    generator = np.random.default_rng(seed)
+    count = 252 * years
+    close, opened, dividend = np.empty(count), np.empty(count), np.zeros(count)
+    dividend[50::63] = 1.0
+    last = 100.0
+    for day in range(count):
+        opened[day] = last * math.exp(generator.normal(0, 0.005)) - (dividend[day] if day else 0.0)
+        dividend[day] *= last / 125  # known at the close before
+        opened[day] += 0.0 if dividend[day] == 0 else 1.0 - dividend[day]
+        last = close[day] = opened[day] * math.exp(generator.normal(0.0003, 0.008))
+    table = {"Open": opened, "High": np.maximum(opened, close), "Low": np.minimum(opened, close), "Close": close}
+    days = pd.bdate_range("2015-01-05", periods=count, name="Date")
+    frame = pd.DataFrame({**table, "Volume": generator.integers(1_000_000, 2_000_000, count)}, index=days)
+    return frame.assign(Dividends=dividend, **{"Stock Splits": 0.0})
+
+
+def as_yahoo_adjusts(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table that `yfinance` gives unless auto_adjust=False: prices without the dividends, which are still there."""
+    prices = load_bars(frame, adjust="dividends").frame
+    columns = {name: prices[name.lower()].to_numpy() for name in ("Open", "High", "Low", "Close")}
+    return frame.assign(**columns)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dividends_that_the_prices_have_already_are_not_counted_twice(seed: int) -> None:
+    frame = payer(seed)
+    done = as_yahoo_adjusts(frame)
+    with pytest.raises(BarsError, match=r"adjusted for the dividends already.*Use adjust='splits', or 'none'"):
+        load_bars(done, adjust="all")
+    with pytest.raises(BarsError, match=r"adjusted for the dividends already.*Use adjust='none'"):
+        load_bars(done, adjust="dividends")
+    paid = frame[frame["Dividends"] > 0]
+    again = pl.DataFrame({"date": list(paid.index.date), "dividend": paid["Dividends"].to_numpy()})
+    with pytest.raises(BarsError, match="adjusted for the dividends already"):
+        load_bars(done.drop(columns=["Dividends", "Stock Splits"]), adjust="all", events=again)
+    assert load_bars(done).frame["close"].to_list() == done["Close"].to_list()
+
+
+def test_few_dividends_in_noise_are_doubtful_and_a_column_of_adjusted_closes_decides() -> None:
+    frame = payer(years=1)
+    small = frame.assign(Dividends=frame["Dividends"] / 20)
+    with pytest.warns(BarsWarning, match="do not show whether they are adjusted for the dividends"):
+        load_bars(small, adjust="all")
+    load_bars(small.assign(**{"Adj Close": 0.99 * small["Close"]}), adjust="all")
+    with pytest.raises(BarsError, match="adjusted for the dividends already"):
+        load_bars(small.assign(**{"Adj Close": small["Close"]}), adjust="all")
+
+
+def test_a_split_of_prices_that_have_splits_and_dividends_sends_to_neither() -> None:
+    done = as_yahoo_adjusts(payer())
+    done.iloc[400, done.columns.get_loc("Stock Splits")] = 4.0
+    with pytest.raises(BarsError, match=r"a split of 4:1 that is not in the prices.*Use adjust='none'"):
+        load_bars(done, adjust="all")
+
+
+def notes(frame: pd.DataFrame, adjust: str = "none") -> str:
+    return " ".join(with_adjusted(read_source(frame), adjust).notes)  # type: ignore[arg-type]
+
+
+def test_dividends_that_are_not_in_the_returns_are_noted() -> None:
+    frame = payer()
+    assert "20 dividends in Dividends are not in the returns: data.adjust=dividends (or all) adds them" in notes(frame)
+    assert "data.adjust=all adds them" in notes(frame, "splits")
+    assert "adjusted for the 20 dividends in Dividends already" in notes(as_yahoo_adjusts(frame))
+    assert notes(frame, "all") == notes(frame.assign(Dividends=0.0)) == ""
+    bare = frame.drop(columns=["Dividends", "Stock Splits"])
+    assert "Adj Close is not used" in notes(bare.assign(**{"Adj Close": 0.9 * bare["Close"]}))
+    assert notes(bare.assign(**{"Adj Close": bare["Close"]})) == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ import pytest
 from skfolio.datasets import load_sp500_dataset
 
 import tailguard as tg
+from tailguard.data.disk.read_pieces import fields_of, read_pieces, readable_in_pieces
 from tailguard.data.sources import check_source, read_source
 from tailguard.errors import BarsError
 from tailguard.market import MarketConfig
@@ -139,3 +141,105 @@ def test_files_of_vendors_are_read_as_they_come(name: str, tmp_path: Path) -> No
     assert frame["low"].to_list() == [0.5, 1.0]
     assert frame["volume"].to_list() == [10, 11]
     assert [time.day for time in frame["time"]] == ([12, 13] if name == "american.csv" else [4, 5])
+
+
+CLOSES = {"AAPL": 100.0, "C": 60.0, "V": 200.0, "T": 30.0, "O": 65.0, "L": 80.0, "H": 90.0, "LOW": 150.0, "OPEN": 5.0}
+
+
+def closes_of(symbols: tuple[str, ...]) -> pd.DataFrame:
+    """A wide table of closes that differ between symbols by much more than from day to day."""
+    path = np.exp(0.01 * np.sin(np.arange(60)))
+    return pd.DataFrame({symbol: CLOSES.get(symbol, 40.0) * path for symbol in symbols}, index=DAYS)
+
+
+@pytest.mark.parametrize(
+    "symbols",
+    [
+        ("AAPL", "C", "V"),
+        ("C", "V"),
+        ("AAPL", "T", "C", "V", "O", "L"),
+        ("AAPL", "O", "H", "L", "C"),  # all letters of bars, and no ranges of them
+        ("AAPL", "TS", "UNIX", "Index", "N", "COUNT"),
+    ],
+)
+def test_shares_whose_names_are_letters_or_times_are_symbols(symbols: tuple[str, ...], tmp_path: Path) -> None:
+    wide = closes_of(symbols)
+    wide.to_csv(tmp_path / "closes.csv")
+    in_polars = pl.DataFrame({"date": list(DAYS), **{name: wide[name].to_numpy() for name in wide}})
+    for source in (wide, in_polars, tmp_path / "closes.csv"):
+        bars = tg.load_bars(source)
+        assert sorted(bars.symbols) == sorted(symbols)
+        for symbol in symbols:
+            assert bars.select(symbol).frame["close"].to_list() == pytest.approx(wide[symbol].to_list(), rel=1e-12)
+
+
+@pytest.mark.parametrize("symbols", [("AAPL", "OPEN"), ("AAPL", "VOL"), ("MSFT", "PAIR"), ("KO", "AMOUNT"), ("c", "v")])
+def test_names_that_may_be_fields_or_symbols_are_asked_about(symbols: tuple[str, ...], tmp_path: Path) -> None:
+    wide = closes_of(symbols)
+    wide.to_csv(tmp_path / "closes.csv")
+    for source in (wide, tmp_path / "closes.csv"):
+        with pytest.raises(BarsError, match=rf"no column close.*'{symbols[1]}'.*melt in pandas.*'OPEN\.US'"):
+            tg.load_bars(source)
+    melted = wide.reset_index().melt("Date", var_name="symbol", value_name="close")
+    assert sorted(tg.load_bars(melted).symbols) == sorted(symbols)
+
+
+def test_a_share_called_like_a_field_is_one_among_the_members_of_an_index() -> None:
+    symbols = ("LOW", *(f"S{number:02d}" for number in range(10)))
+    assert tg.load_bars(closes_of(symbols)).symbols == tuple(sorted(symbols))
+
+
+def test_a_letter_is_no_field_where_another_column_hides_that_the_table_is_wide() -> None:
+    noted = closes_of(("AAPL", "C", "V")).assign(note="text")
+    with pytest.raises(BarsError, match=r"no column for .*close"):
+        tg.load_bars(noted)
+
+
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("named", [("Price", "Ticker"), (None, None), ("Ticker", "Price")])
+def test_the_csv_file_of_two_levels_is_read_like_the_frame(
+    named: tuple[str | None, str | None], one: bool, tmp_path: Path
+) -> None:
+    """yfinance's `download(...).to_csv()` has three lines of header; another order and none of the names, too."""
+    wide = pd.concat({"AAPL": TWO["AAPL"]} if one else TWO, axis=1)
+    wide = wide if named[0] == "Ticker" else wide.swaplevel(axis=1).sort_index(axis=1)
+    wide.columns.names = list(named)
+    expected = tg.load_bars(wide).frame
+    for name, frame in (("named.csv", wide), ("unnamed.csv", wide.rename_axis(None))):
+        frame.to_csv(tmp_path / name)
+        read = tg.load_bars(tmp_path / name).frame
+        assert read.columns == expected.columns
+        assert read["symbol"].to_list() == expected["symbol"].to_list()
+        for column in ("open", "high", "low", "close", "volume"):
+            assert read[column].to_list() == pytest.approx(expected[column].to_list(), rel=1e-12)
+
+
+def test_a_file_of_two_levels_is_prepared_like_any_other(tmp_path: Path) -> None:
+    wide = pd.concat(TWO, axis=1)
+    wide.to_csv(tmp_path / "two.csv")
+    tables = list(read_pieces(tmp_path / "two.csv", 10))
+    assert pl.concat([table.frame for table in tables])["symbol"].to_list() == ["AAPL"] * 60 + ["MSFT"] * 60
+    assert readable_in_pieces(tmp_path / "two.csv")
+
+
+def test_a_wide_file_is_not_prepared_as_one_symbol(tmp_path: Path) -> None:
+    closes_of(("AAPL", "C", "V")).to_csv(tmp_path / "closes.csv")
+    with pytest.raises(BarsError, match=r"a wide table.*cannot be read in pieces"):
+        fields_of(tmp_path / "closes.csv")
+
+
+HOURS = pd.date_range("2024-01-01", periods=60, freq="h")
+
+
+@pytest.mark.parametrize("kind", ["text", "objects", "polars"])
+def test_a_date_and_a_time_of_day_in_two_columns_of_a_frame_are_one_time(kind: str) -> None:
+    frame: Any = prices(3).reset_index(drop=True)
+    days, clocks = (HOURS.strftime("%Y.%m.%d"), HOURS.strftime("%H:%M")) if kind == "text" else (HOURS.date, HOURS.time)
+    frame.insert(0, "Date", days)
+    frame.insert(1, "Time", clocks)
+    if kind == "polars":
+        values = {name: frame[name].to_numpy() for name in ("Open", "High", "Low", "Close", "Volume")}
+        frame = pl.DataFrame({"date": list(days), "time": list(clocks), **values})
+        assert frame.schema["time"] == pl.Time
+    bars = tg.load_bars(frame, symbol="X")
+    assert bars.frame["time"].dt.replace_time_zone(None).to_list() == HOURS.to_pydatetime().tolist()

@@ -110,3 +110,23 @@ def test_settings_join_as_the_call_does(tmp_path: Path) -> None:
     expected = with_published(bars(), releases(), delay="1h", before=-1.0).frame["surprise"]
     assert load_bars_in_memory(config).frame["surprise"].equals(expected)
     assert expected[0] == -1
+
+
+def test_a_value_after_the_close_of_a_session_belongs_to_the_next_bar() -> None:
+    """The session of Tuesday ends at 21:00 UTC, and Wednesday's opens then: a value of 23:50 is Wednesday's."""
+    days = pl.date_range(datetime(2021, 6, 1), datetime(2021, 6, 30), "1d", eager=True)
+    weekdays = days.filter(days.dt.weekday() <= 5)
+    table = pl.DataFrame({"date": weekdays, "close": 1 + 0.1 * np.sin(np.arange(len(weekdays)))})
+    currency = tg.load_bars(table, calendar="fx", symbol="EURUSD")
+    for moment, expected in (
+        ("2021-06-08 23:50", datetime(2021, 6, 9)),
+        ("2021-06-08 21:00", datetime(2021, 6, 8)),
+        ("2021-06-08 21:01", datetime(2021, 6, 9)),
+    ):
+        news = pl.DataFrame({"published": [moment], "surprise": [1.0]})
+        joined = with_published(currency, news, before=0.0).frame
+        assert joined.filter(pl.col("surprise") == 1)["time"][0] == expected.replace(tzinfo=UTC)
+
+
+def test_what_was_not_published_yet_is_missing() -> None:
+    assert with_published(bars(), releases()).frame["surprise"].null_count() == 2

@@ -444,3 +444,11 @@ def test_volatility_that_doubles_overnight_breaks_the_limit_only_for_a_while() -
     before, all_after, _ = tails[False]
     assert before <= 1.05
     assert all_after > 1.4
+
+
+def test_the_summary_of_a_backtest_of_many_symbols_is_short() -> None:
+    bars = tg.make_market(100, assets=60).bars
+    result = tg.backtest(np.full((100, 60), 1 / 60), bars, progress_bar=False)
+    assert len(repr(result)) < 220
+    assert "SYN03 … (60 in all)" in repr(result)
+    assert "(60 in all)" in result._repr_html_()

@@ -15,16 +15,19 @@ from scipy.optimize import minimize
 from sklearn.covariance import ledoit_wolf
 
 import tailguard as tg
+from tailguard.data.pace import Pace
 from tailguard.data.sources import load_bars
 from tailguard.errors import ConfigError
 from tailguard.evaluate.baselines import BASELINES, PORTFOLIO_BASELINES, baseline, standard_baselines
-from tailguard.evaluate.moment import Moment
+from tailguard.evaluate.moment import HOLD, Moment
 from tailguard.evaluate.portfolio_baselines import (
     EqualWeight,
     InverseVolatility,
     MinimumVariance,
     Momentum,
     Rebalanced,
+    bars_back,
+    bars_between,
     long_only_solution,
     shrunk_covariance,
 )
@@ -131,6 +134,31 @@ def test_they_trade_on_rebalancing_days_and_know_only_the_past(policy: Rebalance
     other = tg.backtest(policy, replace(bars, frame=frame), FREE, progress_bar=False)
     np.testing.assert_array_equal(other.targets[:351], result.targets[:351])
     assert not np.array_equal(other.weights, result.weights)
+
+
+@pytest.mark.parametrize(
+    ("pace", "every", "window"),
+    [
+        (Pace.of_frequency(3_600_000), 24, 168),  # hours around the clock
+        (Pace.of_frequency(60_000), 1_440, 10_080),  # minutes
+        (Pace(1_764, 7, 35, has_sessions=True), 24, 168),  # hours of New York
+        (Pace(98_280, 390, 1_950, has_sessions=True), 390, 1_950),  # minutes of New York
+        (Pace(252, 1, 5, has_sessions=True), 21, 168),  # its days
+        (Pace.of_frequency(86_400_000), 30, 244),  # days around the clock
+        (Pace.of_frequency(7 * 86_400_000), 4, 35),  # weeks
+    ],
+)
+def test_the_pace_is_that_of_the_market(pace: Pace, every: int, window: int) -> None:
+    assert (bars_between(pace), bars_back(pace)) == (every, window)
+    close = np.exp(np.cumsum(np.tile([[0.001, 0.01], [-0.003, -0.03]], (window, 1)), axis=0))
+    own = {"bars_per_year": pace.per_year, "sessions": pace if pace.has_sessions else None}
+    assert not InverseVolatility()(moment(close[:window], **own)).any()
+    late = moment(close[: window + 1], first=True, **own)
+    np.testing.assert_allclose(InverseVolatility()(late), InverseVolatility(window=window)(late), rtol=1e-12)
+    held = np.array([0.4, 0.6])
+    for rows in (every, every + 1, 2 * every):
+        decided = EqualWeight()(moment(np.ones((rows + 1, 2)), weights=held, **own))
+        assert np.array_equal(decided, [0.5, 0.5] if rows % every == 0 else [HOLD, HOLD], equal_nan=True)
 
 
 def test_equal_weight_earns_what_prices_say() -> None:

@@ -178,3 +178,33 @@ def test_opening_costs_what_is_touched_and_not_what_there_is(place: Path) -> Non
     assert pages > 1_000
     assert eightfold["open"] < 1.5 * once["open"] + pages // 50
     assert eightfold["steps"] < 1.5 * once["steps"] + 50
+
+
+CHECKED = """
+import resource, sys
+from pathlib import Path
+import tailguard as tg
+from tailguard.cli import app
+from tailguard.memory_limits import _kilobytes
+
+tg.compute_features(tg.make_market(1_000).bars)  # starts the threads that libraries keep, each with a stack
+used = int(_kilobytes(Path("/proc/self/status"), "VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[1]), -1))
+app(sys.argv[2:])
+"""
+
+
+def test_large_files_are_checked_within_the_memory_of_a_piece(tmp_path: Path) -> None:
+    """A million bars of CSV: in pieces they pass under a limit under which reading them as a whole fails."""
+    one = make_market(125_000, frequency="1m", seed=0).bars.frame.drop("segment", "symbol", "time")
+    rows = pl.concat([one] * 8).with_columns(time=pl.int_range(0, pl.len()) * 60_000 + 1_514_764_800_000)
+    rows.write_csv(tmp_path / "BTC.csv", float_precision=6)
+    environment = {**os.environ, "POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", CHECKED, str(720 * 2**20), "data", "check", str(tmp_path / "BTC.csv")]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2_000:]
+    assert "1,000,000 bars" in done.stdout
+    # Selecting a symbol needs all bars at once.
+    whole = subprocess.run([*command, "--symbol", "BTC"], env=environment, capture_output=True, text=True, check=False)
+    assert whole.returncode != 0

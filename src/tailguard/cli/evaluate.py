@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from tailguard.evaluate.backtest import BacktestResult
+    from tailguard.evaluate.benchmark import OverRate, Relative
     from tailguard.evaluate.overlap import Overlap
     from tailguard.evaluate.robustness_of_run import RobustnessOfRun
 
@@ -39,7 +41,9 @@ Symbol = Annotated[str | None, typer.Option(help="Trade only this symbol, for an
 Benchmark = Annotated[
     Path | None, typer.Option(help="Bars of one symbol to compare the agent with: any frequency, closes are enough.")
 ]
-RiskFree = Annotated[float, typer.Option(help="Risk-free rate a year for the comparison with the benchmark: 0.03.")]
+RiskFree = Annotated[
+    float, typer.Option(help="Risk-free rate a year, 0.03: Sharpe ratios over it, and the comparison with --benchmark.")
+]
 
 
 @app.command()
@@ -105,10 +109,9 @@ def backtest(
     """
     from rich.console import Console
 
-    from tailguard.data.sources import load_bars
     from tailguard.data.storage import check_writable, write_frame
     from tailguard.evaluate.baselines import AGENT
-    from tailguard.evaluate.benchmark import compare_with, finite_values
+    from tailguard.evaluate.benchmark import finite_values
     from tailguard.evaluate.results_table import print_summary
     from tailguard.evaluate.robustness_of_run import Disturbances, disturb_saved_run, parse_epsilons
     from tailguard.evaluate.stressed_backtest import Stress, backtest_saved_run
@@ -135,6 +138,8 @@ def backtest(
             raise ConfigError("--no-throttle: is for a backtest without --feed and --attack; leave it out")
         if csv is not None:
             raise ConfigError("--csv: holds the bars of one backtest; with --feed or --attack use --json")
+        if benchmark is not None or risk_free:
+            raise ConfigError("--benchmark and --risk-free: are for one backtest, without --feed and --attack")
         disturbed = _show_disturbed(
             out or RunLayout(run).robustness_path,
             partial(disturb_saved_run, run, data, split, symbol, stress, disturbances),
@@ -148,9 +153,7 @@ def backtest(
     backtested = backtest_saved_run(
         run, data, split, symbol, stress, trials, lambda: shown_steps("backtest", 12, console)
     )
-    relative = None
-    if benchmark is not None:
-        relative = compare_with(backtested.summary.results[AGENT], load_bars(benchmark), risk_free)
+    relative = _relative(backtested.summary.results[AGENT], benchmark, risk_free)
     if json_file != "-":
         _print_warnings(backtested.seen, console)
         print_summary(backtested.summary, backtested.title, console)
@@ -162,8 +165,19 @@ def backtest(
     if csv is not None:
         write_frame(backtested.summary.results[AGENT].frame(), csv)
         say(console, f"saved    {csv}")
-    beside = {} if relative is None else {"benchmark": finite_values(relative)}
+    key = "risk_free" if benchmark is None else "benchmark"
+    beside = {} if relative is None else {key: finite_values(relative)}
     _write_json(json_file, about | {"part": backtested.title} | backtested.to_json() | beside, console)
+
+
+def _relative(result: BacktestResult, benchmark: Path | None, risk_free: float) -> Relative | OverRate | None:
+    """The result beside a benchmark, or over a risk-free rate alone; None where neither is given."""
+    from tailguard.data.sources import load_bars
+    from tailguard.evaluate.benchmark import compare_with, compare_with_rate
+
+    if benchmark is not None:
+        return compare_with(result, load_bars(benchmark), risk_free)
+    return compare_with_rate(result, risk_free) if risk_free else None
 
 
 def _show_disturbed(
@@ -224,7 +238,8 @@ def report(
     pdf: Annotated[bool, typer.Option("--pdf", help="Also write the report as a PDF file.")] = False,
     png: Annotated[bool, typer.Option("--png", help="Also write the report as a PNG image.")] = False,
     csv: Annotated[
-        bool, typer.Option("--csv", help="Also write bars, trades, months, drawdowns and exposures as CSV files.")
+        bool,
+        typer.Option("--csv", help="Also write bars, trades, months, drawdowns, exposures and a benchmark as CSV."),
     ] = False,
     parquet: Annotated[bool, typer.Option("--parquet", help="The same tables as Parquet files.")] = False,
     benchmark: Benchmark = None,
@@ -234,8 +249,6 @@ def report(
     """Write one HTML page about a run: verdict, equity, risk, stress, behaviour, training. The page works offline."""
     from rich.console import Console
 
-    from tailguard.data.sources import load_bars
-    from tailguard.evaluate.benchmark import compare_with
     from tailguard.evaluate.budget import Budget
     from tailguard.evaluate.report import check_place, write_report
     from tailguard.evaluate.report.collect import collect, planned_steps
@@ -266,8 +279,7 @@ def report(
     budget = None if limit is None else Budget(limit, alpha, horizon, outcome)
     with shown_steps("report", planned_steps(opened), console) as begin:
         data = collect(opened, budget=budget, trials=trials, before_each=begin)
-    if benchmark is not None:
-        data = replace(data, relative=compare_with(data.agent, load_bars(benchmark), risk_free))
+    data = replace(data, relative=_relative(data.agent, benchmark, risk_free))
     write_report(data, path)
     say(console, f"verdict  {verdict(data)}")
     say(console, f"report   {path}")

@@ -10,7 +10,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from tailguard.data.calendars import Timetable
+from tailguard.data.calendars import DailyCloses, Timetable
+from tailguard.data.findings import names_in_short, time_label
+from tailguard.data.frequency import frequency_label
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.data.universe import Rows, Universe, ragged_prices, ragged_segments
@@ -41,7 +43,7 @@ def held_times(time: NDArray[np.int64], segment: NDArray[np.int32], step: int) -
     return np.where(np.diff(segment, append=segment[-1] + 1) == 0, steps, step).astype(np.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Bars:
     """Validated bars of one frequency, sorted by symbol and time.
 
@@ -60,6 +62,24 @@ class Bars:
     """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
     universe: Universe | None = None
     """Lives of the symbols where members of a portfolio come and go; None: it trades the times that all have."""
+    daily_closes: DailyCloses | None = None
+    """When daily bars of a named calendar close; None: every bar closes its length after it opens."""
+
+    def __repr__(self) -> str:
+        period = "none" if self.frame.is_empty() else " to ".join(map(time_label, self.end_points))
+        names = names_in_short(self.symbols)
+        return f"Bars({names}: {len(self):,} of {frequency_label(self.frequency)}, {period}, from {self.source})"
+
+    @property
+    def close_times(self) -> pl.Series:
+        """When each bar is known: at its session's close, or its length after it opens, and before the next opens."""
+        symbol, time = self.frame["symbol"], self.frame["time"]
+        if self.daily_closes is None:
+            closes = time + self.frequency
+        else:
+            closes = pl.from_epoch(pl.Series(self.daily_closes(time.dt.epoch("ms").to_numpy())), "ms").cast(TIME_TYPE)
+        following = time.shift(-1).set(symbol != symbol.shift(-1), None)
+        return pl.select(pl.min_horizontal(closes, following).alias("close_time")).to_series()
 
     @property
     def pace(self) -> Pace:

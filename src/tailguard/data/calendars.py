@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -30,8 +30,46 @@ CalendarSource = str | Path | Sequence[Session]
 
 ALWAYS, AUTO, FX = "24/7", "auto", "fx"
 WEEK_MS = 7 * DAY_MS
+MIDNIGHT = time()
 MONDAY_MS = 4 * DAY_MS
 """1970-01-05 was a Monday."""
+
+
+@dataclass(frozen=True)
+class Sessions:
+    """Open and close of each session, and the date it is named after."""
+
+    opens: Times
+    closes: Times
+    dates: Times
+
+    def dates_of(self, times: Times, zone: ZoneInfo | None) -> Times:
+        """00:00 UTC of the date of each daily bar: its UTC date where all open at 00:00 UTC; else of the session that
+        it opens in, which may have begun the evening before, or its local date."""
+        days = times // DAY_MS * DAY_MS
+        if (days == times).all():
+            return days
+        place = np.maximum(np.searchsorted(self.opens, times, side="right") - 1, 0)
+        inside = (times >= self.opens[place]) & (times < self.closes[place])
+        return np.where(inside, self.dates[place], dates_of(times, zone))
+
+    def closes_of(self, dates: Times) -> Times:
+        """The close of the last session of each date; 24 hours after 00:00 UTC where the date has none."""
+        place = np.searchsorted(self.dates, dates, side="right") - 1
+        found = self.dates[np.maximum(place, 0)] == dates
+        return np.where(found, self.closes[np.maximum(place, 0)], dates + DAY_MS)
+
+
+@dataclass(frozen=True)
+class DailyCloses:
+    """When the daily bars of a calendar close."""
+
+    sessions: Sessions
+    zone: ZoneInfo | None
+
+    def __call__(self, times: Times) -> Times:
+        """The close of each bar, ms, by its stamp."""
+        return self.sessions.closes_of(self.sessions.dates_of(times, self.zone))
 
 
 @dataclass(frozen=True)
@@ -49,6 +87,13 @@ class Timetable:
     """Where a daily bar that does not open at 00:00 UTC has its date."""
     holidays: int = 0
     """Days of the usual trading week on which no symbol has a bar, where the calendar was inferred."""
+    sessions: Sessions | None = None
+    """Of daily bars, where the calendar names them."""
+
+    @property
+    def daily_closes(self) -> DailyCloses | None:
+        """When daily bars close; None: a bar's length after it opens."""
+        return None if self.sessions is None else DailyCloses(self.sessions, self.zone)
 
     @property
     def has_sessions(self) -> bool:
@@ -81,7 +126,9 @@ class Timetable:
 
     def keys(self, times: Times) -> Times:
         """The times as the grid has them: those of daily bars are dates."""
-        return dates_of(times, self.zone) if self.step == DAY_MS else times
+        if self.step != DAY_MS:
+            return times
+        return dates_of(times, self.zone) if self.sessions is None else self.sessions.dates_of(times, self.zone)
 
     def describe(self) -> str:
         """One sentence for people."""
@@ -102,6 +149,7 @@ def around_the_clock(frequency: timedelta) -> Timetable:
 
 def timetable_of(calendar: CalendarSource, times: Iterable[Times], step: int) -> Timetable:
     """The timetable of a calendar for these times, one array for each symbol, and bars of `step` milliseconds."""
+    calendar = calendar if isinstance(calendar, str | Path) else list(calendar)
     every = _union(times)
     always = around_the_clock(timedelta(milliseconds=step))
     if calendar == ALWAYS or len(every) == 0:
@@ -117,7 +165,8 @@ def timetable_of(calendar: CalendarSource, times: Iterable[Times], step: int) ->
     name, sessions, zone, years = _sessions(calendar, every)
     grid = _grid(sessions, every, step)
     per_year = len(grid) / years if years else _yearly_by_weeks(grid)
-    timetable = Timetable(name, step, _pace(grid, per_year), grid, zone)
+    daily = sessions if step == DAY_MS else None
+    timetable = Timetable(name, step, _pace(grid, per_year), grid, zone, sessions=daily)
     first, last = timetable.keys(every[[0, -1]])
     return replace(timetable, grid=grid[(grid >= first) & (grid <= last)])
 
@@ -159,16 +208,7 @@ def _yearly_by_weeks(grid: Times) -> float:
     return float(np.count_nonzero(grid > grid[-1] - weeks * WEEK_MS) / (7 * weeks) * DAYS_PER_YEAR)
 
 
-@dataclass(frozen=True)
-class _Sessions:
-    """Open and close of each session, and the date it is named after."""
-
-    opens: Times
-    closes: Times
-    dates: Times
-
-
-def _sessions(calendar: CalendarSource, times: Times) -> tuple[str, _Sessions, ZoneInfo | None, int]:
+def _sessions(calendar: CalendarSource, times: Times) -> tuple[str, Sessions, ZoneInfo | None, int]:
     """Name, sessions, zone, and the whole years that the sessions cover; 0: only those of the record."""
     if isinstance(calendar, Path) or (isinstance(calendar, str) and calendar.lower().endswith((".csv", ".parquet"))):
         return str(calendar), _listed(_read_sessions(Path(calendar)), str(calendar)), None, 0
@@ -180,7 +220,7 @@ def _sessions(calendar: CalendarSource, times: Times) -> tuple[str, _Sessions, Z
     return _exchange_sessions(calendar, first, last)
 
 
-def _exchange_sessions(name: str, first: int, last: int) -> tuple[str, _Sessions, ZoneInfo, int]:
+def _exchange_sessions(name: str, first: int, last: int) -> tuple[str, Sessions, ZoneInfo, int]:
     """Sessions of a calendar of exchange_calendars from 1 January of the first year to 31 December of the last."""
     try:
         import exchange_calendars
@@ -206,7 +246,7 @@ def _exchange_sessions(name: str, first: int, last: int) -> tuple[str, _Sessions
     dates = table.index.to_numpy().astype("datetime64[ms]").astype(np.int64)
     paused = ~np.isnat(columns["break_start"])
     # A lunch break makes two sessions of one date.
-    sessions = _Sessions(
+    sessions = Sessions(
         np.concatenate([opens, resumes[paused]]),
         np.concatenate([np.where(paused, breaks, closes), closes[paused]]),
         np.concatenate([dates, dates[paused]]),
@@ -214,13 +254,13 @@ def _exchange_sessions(name: str, first: int, last: int) -> tuple[str, _Sessions
     order = np.argsort(sessions.opens, kind="stable")
     return (
         name,
-        _Sessions(sessions.opens[order], sessions.closes[order], sessions.dates[order]),
+        Sessions(sessions.opens[order], sessions.closes[order], sessions.dates[order]),
         ZoneInfo(str(found.tz)),
         last - first + 1,
     )
 
 
-def _fx_sessions(first: int, last: int) -> _Sessions:
+def _fx_sessions(first: int, last: int) -> Sessions:
     """Foreign exchange: five days from 17:00 to 17:00 New York, less Christmas and New Year's Day."""
     zone = ZoneInfo("America/New_York")
     opens, closes, dates = [], [], []
@@ -233,16 +273,19 @@ def _fx_sessions(first: int, last: int) -> _Sessions:
             closes.append(_ms(close))
             dates.append(_ms(datetime(day.year, day.month, day.day, tzinfo=UTC)))
         day += timedelta(days=1)
-    return _Sessions(*(np.array(values, np.int64) for values in (opens, closes, dates)))
+    return Sessions(*(np.array(values, np.int64) for values in (opens, closes, dates)))
 
 
-def _listed(sessions: list[Any], name: str) -> _Sessions:
+def _listed(sessions: list[Any], name: str) -> Sessions:
     """Sessions that the user lists: dates, or pairs of open and close."""
     opens: list[int] = []
     closes: list[int] = []
     dates: list[int] = []
     for session in sessions:
-        if isinstance(session, date) and not isinstance(session, datetime):
+        if isinstance(session, np.datetime64):
+            session = session.astype("datetime64[us]").item()
+        if isinstance(session, date) and (not isinstance(session, datetime) or session.time() == MIDNIGHT):
+            # pandas has no dates: a list of Timestamps at midnight is one.
             start = datetime(session.year, session.month, session.day, tzinfo=UTC)
             pair = (start, start + timedelta(days=1))
         elif isinstance(session, tuple | list) and len(session) == 2 and all(isinstance(t, datetime) for t in session):
@@ -256,7 +299,7 @@ def _listed(sessions: list[Any], name: str) -> _Sessions:
         dates.append(_ms(pair[0]) // DAY_MS * DAY_MS)
     if not opens:
         raise BarsError(f"{name}: no session is listed")
-    return _Sessions(*(np.array(values, np.int64) for values in (opens, closes, dates)))
+    return Sessions(*(np.array(values, np.int64) for values in (opens, closes, dates)))
 
 
 def _read_sessions(path: Path) -> list[Any]:
@@ -273,7 +316,7 @@ def _read_sessions(path: Path) -> list[Any]:
     raise BarsError(f"{path}: a calendar has the columns open and close, or date; found: {', '.join(table.columns)}")
 
 
-def _grid(sessions: _Sessions, times: Times, step: int) -> Times:
+def _grid(sessions: Sessions, times: Times, step: int) -> Times:
     """Open times of the bars of these sessions. Daily bars: the sessions' dates.
 
     Bars of a session start with it, or at whole multiples of their length (an hour from 9:00 holds trades since 9:30):

@@ -77,8 +77,10 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
     for column in columns:
         by_key.setdefault(column_key(column), column)
     fields = {}
+    letters = _letters_are_fields(columns)
     for field, names in ACCEPTED.items():
-        match = next((by_key[column_key(name)] for name in names if column_key(name) in by_key), None)
+        allowed = [name for name in names if letters or field == "time" or len(name) != 1]
+        match = next((by_key[column_key(name)] for name in allowed if column_key(name) in by_key), None)
         if match is not None:
             fields[field] = match
     for field, column in _volumes(columns, symbol).items():
@@ -90,6 +92,16 @@ def recognise(columns: Sequence[str], file: str, symbol: str = "") -> Recognised
         raise BarsError(f"{file}: no column for {wanted}. Columns found: {', '.join(map(column_label, columns))}")
     used = set(fields.values())
     return Recognised(fields, tuple(column for column in columns if column not in used), filled)
+
+
+def _letters_are_fields(columns: Sequence[str]) -> bool:
+    """Whether o, h, l, c and v are prices and volume: all prices are there, or the closes or symbols are named.
+
+    Otherwise they are symbols too: in a table of closes C is Citigroup, and V is Visa.
+    """
+    keys = {column_key(name) for name in columns}
+    named = any(column_key(name) in keys for name in ACCEPTED["close"] if len(name) > 1)
+    return set("ohlc") <= keys or named or symbol_column(columns) is not None
 
 
 def _filled(fields: Collection[str], columns: Sequence[str]) -> tuple[str, ...]:

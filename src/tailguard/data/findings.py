@@ -21,6 +21,13 @@ SHOWN = 3
 """Most rows that a check lists; the rest are counted."""
 
 
+def names_in_short(names: Sequence[str]) -> str:
+    """The names, or how many they are and the first of them."""
+    if len(names) <= 2 * SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[:SHOWN])} … ({len(names):,} in all)"
+
+
 @dataclass(frozen=True)
 class Offender:
     """One row of the user's data that fails a check."""

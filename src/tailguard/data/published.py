@@ -1,7 +1,8 @@
 """Data with publication times, such as sentiment, fundamentals or economic releases, as columns of bars.
 
-A value belongs to a bar if it was published by the bar's close, which is when an agent decides. It stays until the
-next publication, and nothing is known before the first.
+A value belongs to a bar if it was published by the bar's close, which is when an agent decides: of a daily bar, the
+close of its session where the calendar names it. It stays until the next publication, and nothing is known before the
+first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def with_published(
             a delay of a day where values come out during the day.
         columns: those to take; None: every numeric one.
         delay: how much later the values are used, like "1d".
-        before: the value before the first publication; None: bars without a value are an error that names the symbol.
+        before: the value before the first publication; None: it is missing there, which a feature that reads it
+            refuses. A symbol without any value is an error.
     """
     name = "data" if is_frame(data) else str(data)
     raw = read_frame(data) if is_frame(data) else pl.concat([read_file(file) for file in files_of(data)])
@@ -64,7 +66,7 @@ def with_published(
         else raw.select(known=times, symbol=raw[symbol].cast(pl.String), **found)
     )
     table = table.with_columns(pl.col("known") + wait).sort("known", maintain_order=True)
-    own = bars.frame.with_columns(close_time=pl.col("time") + bars.frequency).with_row_index("place")
+    own = bars.frame.with_columns(bars.close_times).with_row_index("place")
     joined = own.sort("close_time").join_asof(
         table, left_on="close_time", right_on="known", by=None if symbol is None else "symbol", strategy="backward"
     )

@@ -18,6 +18,7 @@ import polars as pl
 from tailguard.data.bars import REQUIRED
 from tailguard.data.columns import POSITIONAL, positional_names
 from tailguard.data.disk.arrays import MANIFEST
+from tailguard.data.layouts import has_fields, rows_of_levels
 from tailguard.errors import BarsError
 from tailguard.memory_limits import format_bytes, free_memory
 
@@ -32,6 +33,8 @@ IPC = (".feather", ".arrow", ".ipc")
 SUFFIXES = (".csv", ".csv.gz", ".zip", ".parquet", *IPC)
 BLOCK = 2**24
 """Bytes unpacked at a time."""
+LONGEST_HEADER = 2**20
+"""Bytes in which the lines of a header are looked for."""
 
 
 def name_of(path: Paths) -> str:
@@ -159,6 +162,9 @@ def read_csv(content: bytes, file: str) -> pl.DataFrame:
     if not content:
         raise BarsError(f"{file}: empty")
     cells, separator = first_cells(content[: content.find(b"\n") + 1 or None], file)
+    levels = header_of_levels(content[:LONGEST_HEADER].split(b"\n", 3)[:3], file)
+    if levels:
+        return _read_levels(content, levels, separator, file)
     names = None
     if is_data(cells):
         if len(cells) not in POSITIONAL:
@@ -173,6 +179,41 @@ def read_csv(content: bytes, file: str) -> pl.DataFrame:
         )
     except pl.exceptions.PolarsError as error:
         raise _ragged(content, file, len(cells), separator) or unreadable(file, error) from error
+
+
+def header_of_levels(lines: Sequence[bytes], file: str) -> list[list[str]]:
+    """The cells of a header of two levels, as pandas and yfinance write it, with the line that names the index if there
+    is one; empty where the first lines are no such header."""
+    try:
+        cells = [first_cells(line, file)[0] for line in lines if line.strip()]
+    except (BarsError, UnicodeDecodeError):
+        return []  # whoever reads the rows says what is wrong
+    if len(cells) < 3 or len(cells[0]) < 2 or any(len(row) != len(cells[0]) for row in cells):
+        return []
+    first, second, third = cells
+    if any(is_data(row) or not all(row[1:]) for row in (first, second)) or any(map(_is_value, second)):
+        return []
+    if has_fields(first[1:]) == has_fields(second[1:]):
+        return []
+    return [first, second, third] if third[0] and not any(third[1:]) and not _is_value(third[0]) else [first, second]
+
+
+def _read_levels(content: bytes, header: list[list[str]], separator: str, file: str) -> pl.DataFrame:
+    """Rows of a table whose header has two levels."""
+    first, second = header[:2]
+    body = content.split(b"\n", len(header))[-1]
+    places = [str(place) for place in range(len(first))]
+    try:
+        table = pl.read_csv(body, separator=separator, infer_schema=False, has_header=False, new_columns=places)
+    except pl.exceptions.PolarsError as error:
+        raise unreadable(file, error) from error
+    columns: dict[tuple[str, ...], pl.Series] = {
+        names: table[place] for names, place in zip(zip(first, second, strict=True), places, strict=True)
+    }
+    index = columns.pop((first[0], second[0]))
+    rows = rows_of_levels(columns, {header[2][0] if len(header) == 3 else "": index})
+    assert rows is not None  # one of the levels has the fields
+    return rows
 
 
 def _ragged(content: bytes, file: str, width: int, separator: str) -> BarsError | None:
@@ -192,9 +233,16 @@ def is_data(cells: list[str]) -> bool:
     """Whether a table's first line is bars already: a time and numbers, and not 0, 1, 2 … for names."""
     if cells == [str(place) for place in range(len(cells))]:
         return False
-    is_number = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*").fullmatch
-    is_time = re.compile(r"\s*\d{4}-\d\d-\d\d.*").fullmatch
-    return bool(is_number(cells[0]) or is_time(cells[0])) and all(map(is_number, cells[1:])) and len(cells) > 1
+    return _is_value(cells[0]) and all(map(_is_number, cells[1:])) and len(cells) > 1
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*", cell) is not None
+
+
+def _is_value(cell: str) -> bool:
+    """Whether a cell is a number or a time."""
+    return _is_number(cell) or re.fullmatch(r"\s*\d{4}-\d\d-\d\d.*", cell) is not None
 
 
 def check_memory(files: Sequence[Path], name: str) -> None:

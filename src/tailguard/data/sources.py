@@ -24,7 +24,7 @@ from tailguard.data.columns import (
     symbol_column,
     symbol_of,
 )
-from tailguard.data.corporate_actions import Adjust, adjusted
+from tailguard.data.corporate_actions import Adjust, adjusted, dividend_note
 from tailguard.data.findings import Report, error_message, warning_message
 from tailguard.data.frames import Frame, frame_name, is_frame, read_frame
 from tailguard.data.frequency import parse_frequency
@@ -53,6 +53,8 @@ class Source:
     """Optional fields that only some of the files have; they are dropped."""
     filled: tuple[str, ...] = ()
     """Fields that some of the files do not have: volume is 0 there, and all prices are the close."""
+    adjust: Adjust = "none"
+    """What the prices have been adjusted for here."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -62,7 +64,12 @@ class Source:
             "no volume: orders cannot be limited or priced by it; trade with market.participation=inf and "
             "market.impact=0"
         )
-        return (*([closes] if "open" in self.filled else []), *([volume] if "volume" in self.filled else []))
+        dividends = dividend_note(self.frame, self.adjust)
+        return (
+            *([closes] if "open" in self.filled else []),
+            *([volume] if "volume" in self.filled else []),
+            *([] if dividends is None else [dividends]),
+        )
 
 
 def load_bars(
@@ -87,8 +94,8 @@ def load_bars(
         symbol: the symbol to select if there are several, or its name if the files do not give one.
         frequency: the length the bars must have, like "1h"; None takes the most common difference of their times.
         calendar: when the market trades: "24/7"; "auto", inferred from the bars; "fx"; a name of exchange_calendars
-            like "XNYS"; a list of sessions, each a date or a pair of datetimes, open and close; or a .csv or .parquet
-            file of them. Bars are missing only where the calendar has them.
+            like "XNYS"; a list of sessions, each a date (also at midnight, as pandas has it) or a pair of datetimes,
+            open and close; or a .csv or .parquet file of them. Bars are missing only where the calendar has them.
         gaps: "error" refuses missing bars; "split" keeps the bars and starts a new segment after each gap, which
             no episode crosses.
         volume_unit: "quote" says that the volume column counts quote units (dollars); it is divided by each bar's
@@ -148,16 +155,24 @@ def bars_of(
     if universe == "common":
         if delistings:
             raise BarsError(f"{source.name}: delistings need universe='ragged', in which symbols come and go")
-        return Bars(with_segments(frame, timetable), report.frequency, source.name, sessions=sessions)
+        rows = with_segments(frame, timetable)
+        return Bars(rows, report.frequency, source.name, sessions=sessions, daily_closes=timetable.daily_closes)
     frame = with_segments(frame, timetable, ragged=True)
     members = universe_of(frame, delistings or {}, source.name)
-    return Bars(frame, report.frequency, source.name, sessions=sessions, universe=members)
+    return Bars(
+        frame,
+        report.frequency,
+        source.name,
+        sessions=sessions,
+        universe=members,
+        daily_closes=timetable.daily_closes,
+    )
 
 
 def with_adjusted(source: Source, adjust: Adjust, events: Frame | Paths | None = None) -> Source:
     """The source with its prices adjusted; see `load_bars`."""
     frame = adjusted(source.frame, source.name, adjust, events)
-    return source if frame is source.frame else replace(source, frame=frame)
+    return source if frame is source.frame else replace(source, frame=frame, adjust=adjust)
 
 
 def check_source(
@@ -190,11 +205,14 @@ def read_source(path: Paths | Frame, *, symbol: str | None = None) -> Source:
     """Read the files of `path`, or the frame, and put each symbol's bars together."""
     if is_frame(path):
         name = frame_name(path)
-        tables = [Table.of(rows_of_wide(with_names(read_frame(path))), name, "bars")]
+        tables = [Table.of(rows_of_wide(with_one_time(with_names(read_frame(path))), name), name, "bars")]
     else:
         files, name = files_of(path), name_of(path)
         check_memory(files, name)
-        tables = [Table.of(rows_of_wide(with_one_time(read_file(file))), str(file), symbol_of(file)) for file in files]
+        tables = [
+            Table.of(rows_of_wide(with_one_time(read_file(file)), str(file)), str(file), symbol_of(file))
+            for file in files
+        ]
     has = [set(table.frame.columns) for table in tables]
     common, any_ = reduce(set.intersection, has), reduce(set.union, has)
     dropped = tuple(field for field in OPTIONAL if field in any_ - common)

@@ -9,7 +9,7 @@ are not listed are 0.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -92,7 +92,7 @@ def shared_gaps(times: list[NDArray[np.int64]], timetable: Timetable) -> Timetab
         holes = np.flatnonzero(np.diff(union) > timetable.step)
         found = [np.arange(union[at] + timetable.step, union[at + 1], timetable.step) for at in holes]
         missing = np.concatenate([np.zeros(0, np.int64), *found])
-    return Timetable(timetable.name, timetable.step, timetable.pace, missing, timetable.zone)
+    return replace(timetable, grid=missing, holidays=0)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tailguard.data.findings import names_in_short
 from tailguard.data.pace import Pace
 from tailguard.data.panel import Panel
 from tailguard.envs.constraints import Constraints, limits_of
@@ -145,7 +146,7 @@ class BacktestResult:
         first, last = (np.datetime64(int(moment), "ms").astype("datetime64[D]") for moment in self.time[[0, -1]])
         values = self.metrics
         return {
-            "symbols": ", ".join(self.symbols),
+            "symbols": names_in_short(self.symbols),
             "bars": f"{len(self.net):,}",
             "period": f"{first} to {last}",
             "return": f"{100 * (self.equity[-1] - 1):+.1f} %",

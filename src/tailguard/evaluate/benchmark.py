@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +18,29 @@ if TYPE_CHECKING:
     from tailguard.evaluate.backtest import BacktestResult
 
 Float = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BenchmarkPath:
+    """A benchmark's prices over the bars of a result."""
+
+    name: str
+    prices: Float
+    """The last close known at each bar's close, [T]."""
+
+
+@dataclass(frozen=True)
+class OverRate:
+    """A result in excess of a risk-free rate."""
+
+    risk_free: float
+    """Yearly rate, compounded."""
+    own_sharpe: float
+    """Of the result, in excess of the rate."""
+
+    def describe(self) -> str:
+        """One line."""
+        return f"over a risk-free rate of {100 * self.risk_free:g} % a year: Sharpe {self.own_sharpe:.2f}"
 
 
 @dataclass(frozen=True)
@@ -42,6 +65,7 @@ class Relative:
     """Volatility of the difference of the two returns."""
     information_ratio: float
     """Mean difference over the tracking error."""
+    path: BenchmarkPath = field(repr=False, compare=False)
 
     def describe(self) -> str:
         """One line."""
@@ -52,16 +76,26 @@ class Relative:
         )
 
 
+def compare_with_rate(result: BacktestResult, risk_free: float) -> OverRate:
+    """The result in excess of a risk-free rate a year, over all of its bars."""
+    rate = _rate_of_a_bar(result, risk_free)
+    return OverRate(risk_free, sharpe(result.net - rate, result.bars_per_year))
+
+
+def _rate_of_a_bar(result: BacktestResult, risk_free: float) -> float:
+    check_range("risk_free", risk_free, low=-0.5, high=1)
+    return float((1 + risk_free) ** (1 / result.bars_per_year) - 1)
+
+
 def compare_with(result: BacktestResult, benchmark: Bars, risk_free: float = 0.0) -> Relative:
     """The result beside holding the benchmark: one symbol, of any frequency, without costs.
 
     Its price at each of the result's bars is its last close known at that bar's close.
     """
-    check_range("risk_free", risk_free, low=-0.5, high=1)
+    free = _rate_of_a_bar(result, risk_free)
     prices = _known_closes(result, benchmark)
     theirs = prices[1:] / prices[:-1] - 1
     own, bars = result.net[1:], result.bars_per_year
-    free = (1 + risk_free) ** (1 / bars) - 1
     mine, other = own - free, theirs - free
     variance = float(np.var(other, ddof=1))
     beta = float(np.cov(mine, other, ddof=1)[0, 1]) / variance if variance > 0 else math.nan
@@ -78,6 +112,7 @@ def compare_with(result: BacktestResult, benchmark: Bars, risk_free: float = 0.0
         correlation=float(np.corrcoef(mine, other)[0, 1]) if variance > 0 and mine.std() > 0 else math.nan,
         tracking_error=volatility(difference, bars),
         information_ratio=float(difference.mean()) / deviation * math.sqrt(bars) if deviation > 0 else math.nan,
+        path=BenchmarkPath(benchmark.symbols[0], prices),
     )
 
 
@@ -103,9 +138,9 @@ def _known_closes(result: BacktestResult, benchmark: Bars) -> Float:
     return np.asarray(panel.close[place, 0])
 
 
-def finite_values(relative: Relative) -> dict[str, Any]:
-    """As JSON values; NaN becomes null."""
+def finite_values(relative: Relative | OverRate) -> dict[str, Any]:
+    """The figures as JSON values; NaN becomes null."""
+    values = {each.name: getattr(relative, each.name) for each in fields(relative) if each.name != "path"}
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(relative).items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }

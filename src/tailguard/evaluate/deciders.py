@@ -123,6 +123,7 @@ class FunctionDecider:
             weights=np.array(account.weights),
             equity=account.equity,
             bars_per_year=panel.bars_per_year,
+            sessions=panel.sessions,
             unfilled=np.array(account.unfilled),
             listed=None if panel.listed is None else panel.listed[row],
             was_listed=None if panel.listed is None else panel.listed[until],

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
+
 Float = NDArray[np.float64]
 
 HOLD = np.nan
@@ -41,6 +43,13 @@ class Moment:
     """Which assets are listed, [A], where members of the universe come and go; None: all. Targets of others are 0."""
     was_listed: NDArray[np.bool_] | None = None
     """Which were listed at each bar up to this one, [row + 1, A]; None: all, always."""
+    sessions: Pace | None = None
+    """Bars of a day, a week and a year where the market closes; None: it trades around the clock."""
+
+    @property
+    def pace(self) -> Pace:
+        """Bars of a day, a week and a year."""
+        return self.sessions or Pace.around_the_clock(self.bars_per_year)
 
     @property
     def waiting(self) -> NDArray[np.bool_]:

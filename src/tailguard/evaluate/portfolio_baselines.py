@@ -1,7 +1,8 @@
 """Baselines for portfolios: equal weight, inverse volatility, minimum variance and momentum.
 
-Each is rebalanced every so many bars; in between positions drift with their prices. All but equal weight are computed
-from a rolling window of the bars so far. An order that the volume cap cuts is repeated at every bar until it is filled.
+Each is rebalanced every so many bars, by the pace of the market; in between positions drift with their prices. All but
+equal weight are computed from a rolling window of the bars so far. An order that the volume cap cuts is repeated at
+every bar until it is filled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tailguard.data.pace import Pace
 from tailguard.evaluate.moment import HOLD, Moment
 from tailguard.validate import check_count, check_range
 
@@ -21,25 +23,37 @@ PIVOTS = 100
 """Most exchanges of blocks in `long_only_solution`; a few are enough."""
 
 
+def bars_between(pace: Pace) -> int:
+    """Bars between two rebalancings."""
+    return max(24, round(pace.per_day)) if pace.per_day > 1 else max(1, round(pace.per_year / 12))
+
+
+def bars_back(pace: Pace) -> int:
+    """Bars from which weights are computed."""
+    return max(168, round(pace.per_week)) if pace.per_day > 1 else max(24, round(pace.per_year * 2 / 3))
+
+
 @dataclass(frozen=True)
 class Rebalanced(ABC):
     """A portfolio that is brought back to its weights every `every` bars."""
 
     exposure: float = 1.0
     """Gross weight."""
-    every: int = 24
-    """Bars between two rebalancings: a day of hourly bars, a month of daily ones."""
+    every: int | None = None
+    """Bars between two rebalancings; None: a day, at least 24 bars, or a month of bars of a day and longer."""
 
     def __post_init__(self) -> None:
         check_range("exposure", self.exposure, low=0)
-        check_count("every", self.every)
+        if self.every is not None:
+            check_count("every", self.every)
 
     @abstractmethod
     def weights(self, moment: Moment, row: int) -> Float:
         """Weights by the bars up to this row, [A]."""
 
     def __call__(self, moment: Moment) -> Float:
-        since = moment.row % self.every
+        every = bars_between(moment.pace) if self.every is None else self.every
+        since = moment.row % every
         if moment.first or since == 0 or not moment.weights.any():
             return self.weights(moment, moment.row)
         if not moment.waiting.any():
@@ -60,12 +74,14 @@ class EqualWeight(Rebalanced):
 class FromWindow(Rebalanced):
     """Weights from a rolling window, of the assets that were listed, and moved, for the whole of it."""
 
-    window: int = 168
-    """Bars from which weights are computed."""
+    window: int | None = None
+    """Bars from which weights are computed; None: a week, at least 168 bars, or eight months of bars of a day and
+    longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("window", self.window, low=2)
+        if self.window is not None:
+            check_count("window", self.window, low=2)
 
     @abstractmethod
     def shares(self, returns: Float) -> Float:
@@ -73,12 +89,13 @@ class FromWindow(Rebalanced):
 
     def weights(self, moment: Moment, row: int) -> Float:
         weights = np.zeros_like(moment.weights)
-        if row < self.window:
+        window = bars_back(moment.pace) if self.window is None else self.window
+        if row < window:
             return weights
-        returns = np.diff(np.log(moment.close[row - self.window : row + 1]), axis=0)
+        returns = np.diff(np.log(moment.close[row - window : row + 1]), axis=0)
         known = returns.std(0) > 0
         if moment.was_listed is not None and moment.listed is not None:
-            known &= moment.was_listed[row - self.window : row + 1].all(0) & moment.listed
+            known &= moment.was_listed[row - window : row + 1].all(0) & moment.listed
         if known.any():
             weights[known] = self.exposure * self.shares(returns[:, known])
         return weights

@@ -13,7 +13,7 @@ from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.report import write_page, write_report
 from tailguard.evaluate.report.collect import ReportData
-from tailguard.evaluate.report.record_tables import trades_csv
+from tailguard.evaluate.report.record_tables import trades_table
 from tailguard.evaluate.report.sections import SECTIONS, report_page
 from tailguard.evaluate.report.training_record import AlarmRaised
 
@@ -192,5 +192,5 @@ def test_a_button_saves_every_trade(evidence: ReportData, tmp_path: Path, browse
         names = window.run("return [...document.querySelectorAll('.download')].map(button => button.dataset.name)")
         saved = window.run("return window.saved")
     assert names == ["months.csv", "drawdowns.csv", "trades.csv"]
-    assert trades_csv(evidence.trades) in saved
+    assert trades_table(evidence.trades).csv() in saved
     assert len(saved) == 3

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import polars as pl
 import pytest
 
+from tailguard.data.sources import load_bars
 from tailguard.errors import ConfigError
 from tailguard.evaluate import metrics
+from tailguard.evaluate.benchmark import compare_with, compare_with_rate
+from tailguard.evaluate.report.charts import equity_chart
 from tailguard.evaluate.report.collect import ReportData
 from tailguard.evaluate.report.record_tables import (
     csv_text,
@@ -20,6 +23,7 @@ from tailguard.evaluate.report.record_tables import (
     groups_of,
     moment,
     month_rows,
+    trades_table,
     write_tables,
 )
 from tailguard.evaluate.report.sections import report_page
@@ -47,6 +51,66 @@ def test_the_same_tables_are_written_as_parquet(evidence: ReportData, tmp_path: 
     assert found["bars"].equals(evidence.agent.frame())
     assert found["trades"]["pnl"].sum() == pytest.approx(evidence.agent.equity[-1] - 1, abs=1e-12)
     assert found["trades"].schema["entry_time"].is_temporal()
+
+
+def test_symbols_stay_text_in_parquet(evidence: ReportData, tmp_path: Path) -> None:
+    """Numbers for names, and the name of another kind only after more rows than a reader looks at."""
+    first, own = evidence.trades[0], evidence.agent
+    names = ["000001"] * 150 + ["AAPL"]
+    trades = tuple(replace(first, symbol=name, exit_time=None) for name in names)
+    data = replace(
+        evidence,
+        results={"agent": replace(own, symbols=("000001",))},
+        trades=trades[:150],
+        groups={"007": ("000001",)},
+    )
+    write_tables(data, tmp_path / "data", "parquet")
+    assert pl.read_parquet(tmp_path / "data" / "trades.parquet")["symbol"].to_list() == names[:150]
+    assert pl.read_parquet(tmp_path / "data" / "exposures.parquet")["symbol"].to_list() == ["000001"]
+    assert pl.read_parquet(tmp_path / "data" / "groups.parquet")["group"].to_list() == ["007"]
+    table = trades_table(trades)
+    assert table.frame()["symbol"].to_list() == names
+    assert table.frame()["exit_time"].null_count() == 151
+    entry = datetime.fromtimestamp(first.entry_time / 1000, UTC)
+    assert table.frame().schema["entry_time"] == pl.Datetime("ms", "UTC")
+    assert table.frame()["entry_time"][0] == entry
+    assert table.csv().splitlines()[1].startswith(f"{entry:%Y-%m-%dT%H:%M:%S}Z,,000001,")
+
+
+def test_a_benchmark_is_a_table_and_a_line_and_its_figures_another(evidence: ReportData, tmp_path: Path) -> None:
+    own = evidence.agent
+    times = np.datetime64(int(own.time[0]), "ms") + np.arange(len(own.time)) * np.timedelta64(1, "h")
+    prices = 100 + np.sin(np.arange(len(own.time)))
+    index = load_bars(pl.DataFrame({"time": times, "INDEX<": prices}), calendar="24/7")
+    relative = compare_with(own, index, risk_free=0.03)
+    data = replace(evidence, relative=relative)
+    for suffix, read in (("csv", pl.read_csv), ("parquet", pl.read_parquet)):
+        write_tables(data, tmp_path / "data", suffix)  # type: ignore[arg-type]
+        series = read(tmp_path / "data" / f"benchmark.{suffix}")  # type: ignore[operator]
+        assert series["price"].to_list() == prices.tolist()
+        np.testing.assert_allclose(series["benchmark_return"][1:], np.diff(prices) / prices[:-1], atol=1e-15)
+        assert series["net"].to_list() == own.net.tolist()
+        figures = dict(read(tmp_path / "data" / f"relative.{suffix}").iter_rows())  # type: ignore[operator]
+        assert figures["beta"] == pytest.approx(relative.beta, rel=1e-12)
+        assert figures["risk_free"] == 0.03
+    chart = equity_chart(data.results, beside=data.benchmark_path)
+    line = next(trace for trace in chart.data if trace.name == "INDEX&lt; (benchmark)")
+    assert line.y[0] == 1
+    assert line.y[-1] == pytest.approx(prices[-1] / prices[0], rel=1e-12)
+    assert line.x[0] == times[0] + np.timedelta64(1, "h")
+    assert "(benchmark)" in report_page(data).html("a run")
+
+
+def test_over_a_rate_alone_there_are_figures_and_no_series(evidence: ReportData, tmp_path: Path) -> None:
+    own = evidence.agent
+    data = replace(evidence, relative=compare_with_rate(own, 0.04))
+    write_tables(data, tmp_path / "data")
+    excess = own.net - (1.04 ** (1 / own.bars_per_year) - 1)
+    expected = excess.mean() / excess.std(ddof=1) * np.sqrt(own.bars_per_year)
+    figures = dict(pl.read_csv(tmp_path / "data" / "relative.csv").iter_rows())
+    assert figures == pytest.approx({"risk_free": 0.04, "own_sharpe": expected}, rel=1e-9)
+    assert not (tmp_path / "data" / "benchmark.csv").exists()
+    assert f"Sharpe {expected:.2f}" in report_page(data).html("a run")
 
 
 def test_a_folder_that_cannot_be_made_is_named(evidence: ReportData, tmp_path: Path) -> None:

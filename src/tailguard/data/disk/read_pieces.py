@@ -13,10 +13,12 @@ from tailguard.data.readers import (
     IPC,
     READING_ERRORS,
     first_cells,
+    header_of_levels,
     is_data,
     is_preamble,
     open_csv,
     read_csv,
+    read_file,
     unreadable,
     with_names,
 )
@@ -45,13 +47,18 @@ def read_pieces(path: Path, rows: int) -> Iterator[Table]:
 def fields_of(path: Path) -> set[str]:
     """The fields of bars that the file has, by its columns alone."""
     raw = _first_rows(path)
+    if rows_of_wide(raw, str(path)) is not raw:
+        raise BarsError(
+            f"{path}: a wide table, with a column of closes for each symbol, which cannot be read in pieces. Write "
+            "rows of symbol, time and close (melt in pandas, unpivot in Polars), or load it into memory"
+        )
     return set(recognise(raw.columns, str(path), table_symbol(raw, symbol_of(path))).fields)
 
 
 def readable_in_pieces(path: Path) -> bool:
     """Whether a piece of the file can be understood without the others: it is neither wide nor newest first."""
     raw = _first_rows(path)
-    if rows_of_wide(raw) is not raw:
+    if rows_of_wide(raw, str(path)) is not raw:
         return False
     return int(Table.of(raw, str(path), symbol_of(path)).frame["row"][0]) == 1
 
@@ -72,9 +79,21 @@ def _raw_pieces(path: Path, rows: int) -> Iterator[pl.DataFrame]:
         yield from _slices(pl.scan_parquet(path, glob=False), rows)
     elif name.endswith(IPC):
         yield from _slices(pl.scan_ipc(path, glob=False), rows)
+    elif _has_levels(path):
+        # Rows of the first symbol come first: the table is turned as a whole.
+        yield read_file(path)
     else:
         for content in _csv_pieces(path, rows * CSV_ROW_BYTES):
             yield with_names(read_csv(content, str(path)))
+
+
+def _has_levels(path: Path) -> bool:
+    with open_csv(path) as file:
+        lines = [file.readline(LONGEST_LINE)]
+        while is_preamble(lines[0]):
+            lines = [file.readline(LONGEST_LINE)]
+        lines += [file.readline(LONGEST_LINE) for _ in range(2)]
+    return bool(header_of_levels(lines, str(path)))
 
 
 def _slices(table: pl.LazyFrame, rows: int) -> Iterator[pl.DataFrame]:

@@ -11,10 +11,12 @@ from plotly.subplots import make_subplots
 
 from tailguard.evaluate import metrics
 from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.benchmark import BenchmarkPath
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import BudgetCheck
 from tailguard.evaluate.prediction_calibration import Calibration
 from tailguard.evaluate.report.style import (
+    BENCHMARK,
     BLUE,
     GREY,
     ORANGE,
@@ -63,8 +65,12 @@ def equity_chart(
     falls: Sequence[str] = ("agent", "buy & hold"),
     hidden: Sequence[str] = ("flat",),
     filled: str = "agent",
+    beside: BenchmarkPath | None = None,
 ) -> go.Figure:
-    """Equity of each policy and, below, the drawdowns of `falls`, one of them `filled`."""
+    """Equity of each policy and, below, the drawdowns of `falls`, one of them `filled`.
+
+    `beside`: a benchmark over the same bars, 1 at the close of the first.
+    """
     chart = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.05)
     for position, (name, result) in enumerate(results.items()):
         line, when = line_of(name, position), close_times(result)
@@ -87,8 +93,21 @@ def equity_chart(
                 row=row,
                 col=1,
             )
-    lowest = min(result.equity.min() for result in results.values())
-    highest = max(result.equity.max() for result in results.values())
+    curves = [result.equity for result in results.values()]
+    if beside is not None:
+        when, growth = close_times(next(iter(results.values())))[1:], beside.prices / beside.prices[0]
+        curves.append(growth)
+        shown = thin(growth)
+        chart.add_scatter(
+            x=times(when[shown]),
+            y=growth[shown],
+            name=label(f"{beside.name} (benchmark)"),
+            line=line_of(BENCHMARK),
+            hovertemplate="%{y:.3f}",
+            row=1,
+            col=1,
+        )
+    lowest, highest = min(each.min() for each in curves), max(each.max() for each in curves)
     logarithmic = lowest > 0 and highest / lowest > LOG_RATIO
     title = "equity, start = 1" + (", log scale" if logarithmic else "")
     chart.update_yaxes(title_text=title, type="log" if logarithmic else "linear", row=1, col=1)

@@ -16,7 +16,7 @@ from tailguard.data.frequency import frequency_label
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult, backtest
 from tailguard.evaluate.baselines import AGENT, standard_baselines
-from tailguard.evaluate.benchmark import Relative
+from tailguard.evaluate.benchmark import BenchmarkPath, OverRate, Relative
 from tailguard.evaluate.bootstrap import Interval
 from tailguard.evaluate.budget import Budget, BudgetCheck, own_budget
 from tailguard.evaluate.certificates import Certificate, certify
@@ -99,14 +99,19 @@ class ReportData:
     """The command that reproduces the run."""
     facts: Mapping[str, str]
     """Hashes and versions."""
-    relative: Relative | None = None
-    """The agent beside a benchmark of the user's choice."""
+    relative: Relative | OverRate | None = None
+    """The agent beside a benchmark of the user's choice, or over a risk-free rate alone."""
     audit: AuditRecord | None = None
     """The run's audit, where there was one."""
 
     @property
     def agent(self) -> BacktestResult:
         return self.results[AGENT]
+
+    @property
+    def benchmark_path(self) -> BenchmarkPath | None:
+        """The benchmark's prices, where there is one."""
+        return self.relative.path if isinstance(self.relative, Relative) else None
 
     @property
     def budget(self) -> BudgetCheck | None:

@@ -1,4 +1,5 @@
-"""The report's tables as data: trades, months and drawdowns, as rows to show and as CSV to work with."""
+"""The report's tables as data: trades, months, drawdowns, exposures and a benchmark, as rows to show and files to work
+with."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import polars as pl
 from tailguard.data.storage import write_frame
 from tailguard.errors import ConfigError
 from tailguard.evaluate.backtest import BacktestResult
+from tailguard.evaluate.benchmark import BenchmarkPath, OverRate, Relative, finite_values
 from tailguard.evaluate.formatting import percent
 from tailguard.evaluate.metrics import monthly_returns, worst_drawdowns, year_return
 from tailguard.evaluate.report.charts import DAY_MS, close_times
@@ -24,21 +26,50 @@ from tailguard.evaluate.trades import FLAT, Trade
 from tailguard.places import replace_synced
 
 MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+TIME = pl.Datetime("ms", "UTC")
 TRADE_HEADINGS = ("entry", "exit", "symbol", "side", "held", "entry price", "exit price", "size", "costs", "net P&L")
-TRADE_COLUMNS = (
-    "entry_time",
-    "exit_time",
-    "symbol",
-    "side",
-    "bars",
-    "entry_price",
-    "exit_price",
-    "size",
-    "costs",
-    "pnl",
-    "return",
-)
+TRADE_COLUMNS = {
+    "entry_time": TIME,
+    "exit_time": TIME,
+    "symbol": pl.String(),
+    "side": pl.String(),
+    "bars": pl.Int64(),
+    "entry_price": pl.Float64(),
+    "exit_price": pl.Float64(),
+    "size": pl.Float64(),
+    "costs": pl.Float64(),
+    "pnl": pl.Float64(),
+    "return": pl.Float64(),
+}
 DRAWDOWN_HEADINGS = ("depth", "from", "trough", "recovered", "days below the high")
+
+
+@dataclass(frozen=True)
+class RecordTable:
+    """A table of the record. Times are milliseconds UTC."""
+
+    columns: Mapping[str, pl.DataType]
+    rows: Sequence[Sequence[object]]
+
+    def csv(self) -> str:
+        """As text: times in ISO 8601, nothing where there is no value."""
+        times = [dtype == TIME for dtype in self.columns.values()]
+        return csv_text(
+            tuple(self.columns),
+            (
+                [
+                    "" if cell is None else iso(int(str(cell))) if is_time else cell
+                    for cell, is_time in zip(row, times, strict=True)
+                ]
+                for row in self.rows
+            ),
+        )
+
+    def frame(self) -> pl.DataFrame:
+        """With its types, whatever the values look like: a symbol 000001 is no number."""
+        counted = {name: pl.Int64() if dtype == TIME else dtype for name, dtype in self.columns.items()}
+        table = pl.DataFrame([tuple(row) for row in self.rows], schema=counted, orient="row")
+        return table.cast(dict(self.columns))  # type: ignore[arg-type]  # a mapping of names to types
 
 
 def trade_row(trade: Trade, bar: timedelta) -> tuple[str, ...]:
@@ -79,14 +110,14 @@ def month_rows(result: BacktestResult) -> list[tuple[str, list[float | None]]]:
     ]
 
 
-def trades_csv(trades: Sequence[Trade]) -> str:
-    """Every trade, a row each; money in multiples of the starting capital, times in ISO 8601 UTC."""
-    return csv_text(
+def trades_table(trades: Sequence[Trade]) -> RecordTable:
+    """Every trade, a row each; money in multiples of the starting capital."""
+    return RecordTable(
         TRADE_COLUMNS,
-        (
+        [
             (
-                iso(trade.entry_time),
-                "" if trade.exit_time is None else iso(trade.exit_time),
+                trade.entry_time,
+                trade.exit_time,
                 trade.symbol,
                 trade.side,
                 trade.bars,
@@ -98,31 +129,47 @@ def trades_csv(trades: Sequence[Trade]) -> str:
                 trade.return_,
             )
             for trade in trades
-        ),
+        ],
     )
 
 
-def months_csv(result: BacktestResult) -> str:
+def months_table(result: BacktestResult) -> RecordTable:
     """Net returns by month, a row a month."""
     years = monthly_returns(result.time, result.net)
-    rows = ((f"{year}-{month:02d}", value) for year, months in years.items() for month, value in months.items())
-    return csv_text(("month", "net_return"), rows)
+    rows = [(f"{year}-{month:02d}", value) for year, months in years.items() for month, value in months.items()]
+    return RecordTable({"month": pl.String(), "net_return": pl.Float64()}, rows)
 
 
-def drawdowns_csv(result: BacktestResult) -> str:
+def drawdowns_table(result: BacktestResult) -> RecordTable:
     """Every drawdown, the deepest first."""
     when = close_times(result)
-    rows = (
+    rows = [
         (
             fall.depth,
-            iso(int(when[fall.peak])),
-            iso(int(when[fall.trough])),
-            "" if fall.recovery is None else iso(int(when[fall.recovery])),
+            int(when[fall.peak]),
+            int(when[fall.trough]),
+            None if fall.recovery is None else int(when[fall.recovery]),
             fall.bars,
         )
         for fall in worst_drawdowns(result.equity, count=len(result.equity))
-    )
-    return csv_text(("depth", "start", "trough", "recovery", "bars"), rows)
+    ]
+    columns = {"depth": pl.Float64(), "start": TIME, "trough": TIME, "recovery": TIME, "bars": pl.Int64()}
+    return RecordTable(columns, rows)
+
+
+def benchmark_table(result: BacktestResult, benchmark: BenchmarkPath) -> RecordTable:
+    """The benchmark beside the agent, a bar a row; returns are those of the bar, none for the first."""
+    moves = [None, *(benchmark.prices[1:] / benchmark.prices[:-1] - 1).tolist()]
+    columns = {"time": TIME, "price": pl.Float64(), "benchmark_return": pl.Float64(), "net": pl.Float64()}
+    rows = list(zip(result.time.tolist(), benchmark.prices.tolist(), moves, result.net.tolist(), strict=True))
+    return RecordTable(columns, rows)
+
+
+def relative_table(relative: Relative | OverRate) -> RecordTable:
+    """The figures of a comparison with a benchmark or a risk-free rate, a row each."""
+    figures = finite_values(relative)
+    rows = [(name, value) for name, value in figures.items() if not isinstance(value, str)]
+    return RecordTable({"figure": pl.String(), "value": pl.Float64()}, rows)
 
 
 def exposures_of(result: BacktestResult, trades: Sequence[Trade]) -> list[tuple[str, float, float, float, float]]:
@@ -183,44 +230,46 @@ def groups_of(
     return found
 
 
-def groups_csv(data: ReportData) -> str:
+def groups_table(data: ReportData) -> RecordTable:
     """Exposures by group, a group a row."""
-    headings = (
-        *("group", "assets", "mean_weight", "mean_absolute_weight", "largest_absolute_weight"),
-        *("time_held", "net_pnl"),
-    )
-    return csv_text(headings, [astuple(each) for each in groups_of(data.agent, data.trades, data.groups)])
+    numbers = ("mean_weight", "mean_absolute_weight", "largest_absolute_weight", "time_held", "net_pnl")
+    columns = {"group": pl.String(), "assets": pl.Int64(), **{name: pl.Float64() for name in numbers}}
+    return RecordTable(columns, [astuple(each) for each in groups_of(data.agent, data.trades, data.groups)])
 
 
-def exposures_csv(result: BacktestResult, trades: Sequence[Trade]) -> str:
+def exposures_table(result: BacktestResult, trades: Sequence[Trade]) -> RecordTable:
     """Exposures by asset, an asset a row."""
-    headings = ("symbol", "mean_weight", "mean_absolute_weight", "time_held", "net_pnl")
-    return csv_text(headings, exposures_of(result, trades))
+    numbers = ("mean_weight", "mean_absolute_weight", "time_held", "net_pnl")
+    columns = {"symbol": pl.String(), **{name: pl.Float64() for name in numbers}}
+    return RecordTable(columns, exposures_of(result, trades))
 
 
 def write_tables(data: ReportData, folder: Path, suffix: Literal["csv", "parquet"] = "csv") -> None:
-    """The agent's bars, trades, months, drawdowns and exposures by asset, each a file in a folder; where the settings
-    name groups, exposures by group too.
+    """The agent's bars, trades, months, drawdowns and exposures by asset, each a file in a folder; exposures by group
+    where the settings name groups; a benchmark beside the agent, and the figures relative to it or to a rate, where
+    they were asked for.
 
     The folder is created if needed.
     """
     own = data.agent
+    path = data.benchmark_path
     tables = {
-        "bars": own.frame().write_csv(),
-        "trades": trades_csv(data.trades),
-        "months": months_csv(own),
-        "drawdowns": drawdowns_csv(own),
-        "exposures": exposures_csv(own, data.trades),
-        **({"groups": groups_csv(data)} if data.groups else {}),
+        "trades": trades_table(data.trades),
+        "months": months_table(own),
+        "drawdowns": drawdowns_table(own),
+        "exposures": exposures_table(own, data.trades),
+        **({"groups": groups_table(data)} if data.groups else {}),
+        **({} if path is None else {"benchmark": benchmark_table(own, path)}),
+        **({} if data.relative is None else {"relative": relative_table(data.relative)}),
     }
     try:
         folder.mkdir(exist_ok=True)
-        for name, text in tables.items():
+        write_frame(own.frame(), folder / f"bars.{suffix}")
+        for name, table in tables.items():
             if suffix == "csv":
-                replace_synced(folder / f"{name}.csv", text.encode())
+                replace_synced(folder / f"{name}.csv", table.csv().encode())
             else:
-                typed = own.frame() if name == "bars" else pl.read_csv(io.StringIO(text), try_parse_dates=True)
-                write_frame(typed, folder / f"{name}.parquet")
+                write_frame(table.frame(), folder / f"{name}.parquet")
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: cannot be written: {error.strerror}") from error
 

@@ -78,7 +78,7 @@ def _opening(page: Page, data: ReportData) -> None:
 def _growth(page: Page, data: ReportData) -> None:
     page.heading("equity", SECTIONS["equity"])
     page.chart(
-        charts.equity_chart(data.results),
+        charts.equity_chart(data.results, beside=data.benchmark_path),
         "Equity on the test period, net of all costs, and its drawdown. The agent never saw these "
         "bars. Click a name to hide or show a line.",
     )
@@ -132,7 +132,7 @@ def _months(page: Page, data: ReportData) -> None:
         record_tables.month_rows(data.agent),
         caption="The agent's net returns by calendar month, UTC. The first and the last month may be partial.",
     )
-    page.download("months.csv", record_tables.months_csv(data.agent), "Download the months as CSV")
+    page.download("months.csv", record_tables.months_table(data.agent).csv(), "Download the months as CSV")
 
 
 def trials_in_words(data: ReportData) -> str:
@@ -207,7 +207,7 @@ def _risk(page: Page, data: ReportData) -> None:
     if falls_of_agent:
         page.add("<h3>Worst drawdowns</h3>")
         page.table(record_tables.DRAWDOWN_HEADINGS, falls_of_agent, caption="The agent's deepest drawdowns, UTC.")
-        page.download("drawdowns.csv", record_tables.drawdowns_csv(own), "Download all drawdowns as CSV")
+        page.download("drawdowns.csv", record_tables.drawdowns_table(own).csv(), "Download all drawdowns as CSV")
     _calibration(page, data)
 
 
@@ -371,7 +371,9 @@ def _trades(page: Page, data: ReportData) -> None:
             caption=f"{title} trades.",
         )
     if len(trades) <= EMBEDDED_TRADES:
-        page.download("trades.csv", record_tables.trades_csv(trades), f"Download all {len(trades):,} trades as CSV")
+        page.download(
+            "trades.csv", record_tables.trades_table(trades).csv(), f"Download all {len(trades):,} trades as CSV"
+        )
     else:
         page.paragraph(f"All {len(trades):,} trades: tailguard report RUN --csv writes them to a file.", "soft")
 

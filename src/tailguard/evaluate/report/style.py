@@ -18,6 +18,7 @@ DASHES = ("solid", "solid", "dash", "dot", "dashdot", "longdash", "dot")
 POINTS = 2_000
 """Most points of a line; a screen has no more columns."""
 
+BENCHMARK = "benchmark"
 BY_NAME = {
     "agent": (BLUE, "solid"),
     "buy & hold": (ORANGE, "solid"),
@@ -26,6 +27,7 @@ BY_NAME = {
     "volatility target": (VERMILLION, "dashdot"),
     "random timing": (SKY, "longdash"),
     "flat": (GREY, "dot"),
+    BENCHMARK: (GREY, "solid"),
 }
 
 
