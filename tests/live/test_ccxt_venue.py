@@ -318,3 +318,24 @@ def test_ccxt_repeats_nothing_by_itself(make) -> None:
         venue.place(order_of(venue))
     assert len(exchange.venue.sends) == 1
     assert issubclass(ccxt.DDoSProtection, ccxt.NetworkError)
+
+
+def test_a_list_of_orders_that_is_longer_than_a_page_is_complete(make) -> None:
+    """Seven orders a page, which shows the oldest first: the newest are on the last of them."""
+    exchange, address = make()
+    venue = opened_venue(address, ONE)
+    venue.traits = replace(venue.traits, page=7)
+    names = [f"tg{number}" for number in range(30)]
+    for number, name in enumerate(names):
+        quantity = Decimal("0.5") * (-1) ** number
+        price = Decimal(repr(venue.prices()[ONE[0]])) * (1 + quantity.copy_sign(quantity) / 10)
+        venue.place(order_of(venue, client_id=name, quantity=quantity, limit=price.quantize(Decimal("0.01"))))
+        # Three orders share a moment, so that pages begin and end within one.
+        if number % 3 == 2:
+            venue.clock.sleep(5)
+    assert [report.client_id for report in venue.orders(0)] == names
+    since = exchange.venue.books.orders["tg12"]["accepted"]
+    assert [report.client_id for report in venue.orders(since)] == names[12:]
+    venue.traits = replace(venue.traits, page=3)
+    with pytest.raises(OutcomeUnknown, match="more orders in one moment"):
+        venue.orders(0)

@@ -192,12 +192,20 @@ class CcxtVenue:
             return report
 
     def orders(self, since_ms: int) -> list[OrderReport]:
-        found = []
-        for symbol in self.symbols:
+        return [report for symbol in self.symbols for report in self._orders_of(symbol, since_ms)]
+
+    def _orders_of(self, symbol: str, since_ms: int) -> list[OrderReport]:
+        """Page by page, as a page shows the oldest first. Each begins at the moment at which the one before ends."""
+        found: dict[str, OrderReport] = {}
+        while True:
             answer = self._read(self.client.fetch_orders, symbol, since_ms, self.traits.page)
             with self._understood("orders"):
-                found += [self._report(order, symbol) for order in answer]
-        return found
+                found |= {str(order["id"]): self._report(order, symbol) for order in answer}
+                if len(answer) < self.traits.page:
+                    return list(found.values())
+                before, since_ms = since_ms, int(answer[-1]["timestamp"])
+                if since_ms <= before:
+                    raise ValueError("more orders in one moment than in a page")
 
     def cancel(self, client_id: str, symbol: str) -> None:
         try:

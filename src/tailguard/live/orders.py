@@ -171,6 +171,8 @@ class OrderDesk:
         self.config, self.run, self.crash_point = config, run, crash_point
         self.clock_offset = 0
         """The venue's clock less ours, milliseconds."""
+        self.listed_ms: int | None = None
+        """Time of the last complete list of orders, by the venue's clock; None in a new process."""
 
     def sync_clock(self) -> None:
         """Measure the venue's clock; a journalled alarm where it is far from ours."""

@@ -16,10 +16,10 @@ from tailguard.live.bar_history import LiveBar
 from tailguard.live.equity_curve import EquityCurve
 from tailguard.live.journal import Journal, Record
 
-RECENT = 512
-"""Finished orders that are kept, to recognise news about them."""
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
+KEPT_MS = DAY_MS + HOUR_MS
+"""Time for which finished orders are kept, by the venue's clock: longer than a reconciliation looks back."""
 ZERO = Decimal(0)
 
 
@@ -63,7 +63,7 @@ class LiveState:
     explanation: Record | None = None
     """What moved the last decision that was explained."""
     intents: dict[str, Intent] = field(default_factory=dict)
-    """Open orders and recent ones, by client id."""
+    """Open orders and those of the last day, by client id."""
     ours: dict[str, Decimal] = field(default_factory=dict)
     """Our positions: what our orders filled, less what the venue or a stranger took from them."""
     foreign: dict[str, Decimal] = field(default_factory=dict)
@@ -150,9 +150,10 @@ class LiveState:
         )
         self.intents[intent.client_id] = intent
         # Those of the current bar stay: the number of an attempt counts them.
-        finished = [name for name, each in self.intents.items() if not each.is_open and each.bar != intent.bar]
-        for name in finished[: max(0, len(self.intents) - RECENT)]:
-            del self.intents[name]
+        old = intent.sent_ms - KEPT_MS
+        for name in [name for name, each in self.intents.items() if each.sent_ms < old]:
+            if not self.intents[name].is_open and self.intents[name].bar != intent.bar:
+                del self.intents[name]
 
     def _on_order(self, record: Record) -> None:
         intent = self.intents[record["id"]]
