@@ -14,9 +14,12 @@ from tailguard.errors import ConfigError
 from tailguard.live.bar_history import LiveBar, bars_of
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig, Guards
+from tailguard.live.orders import OrderConfig
 from tailguard.live.session import Killed
 from tailguard.live.session_state import DAY_MS, HOUR_MS, LiveState
 from tailguard.live.simulation import RandomWeights
+from tailguard.live.venue import OutcomeUnknown
+from tailguard.market import MarketConfig
 
 from .conftest import HOUR, LOOSE, WorldMaker
 from .test_reconcile import Constant
@@ -71,6 +74,46 @@ def test_turnover_is_limited_as_a_multiple_of_equity(paper_world: WorldMaker) ->
     frozen, notionals = frozen_after(world)
     assert "turnover" in frozen
     assert sum(notionals[:3]) < 6.5 * CAPITAL < sum(notionals[:3]) + 2.5 * CAPITAL
+
+
+class Spread(RandomWeights):
+    """Half the equity in each symbol, in turn long and short."""
+
+    def weights_at(self, _: int) -> list[float]:
+        return [0.5 * (-1) ** place for place in range(self.assets)]
+
+
+@pytest.mark.parametrize("guard", ["hour_notional", "day_notional", "turnover"])
+def test_limits_of_notional_count_all_symbols_of_a_bar(paper_world: WorldMaker, guard: str) -> None:
+    """Four orders of 50,000, none beyond the limit by itself: 0.3 x 100,000 x leverage 2 = 60,000 may be traded."""
+    bars = tg.make_market(60, assets=4, seed=3).bars
+    settings = {"bars": bars, "config": MarketConfig(leverage=2.0), "make_decider": lambda: Spread(4)}
+    world = paper_world(guards=replace(LOOSE, **{guard: 0.3}), **settings)
+    frozen, notionals = frozen_after(world)
+    assert sum(notionals) <= 0.3 * CAPITAL * 2.0
+    assert "guards." + guard in frozen[guard]
+
+
+def test_an_order_whose_outcome_is_unknown_counts_against_the_limits(paper_world: WorldMaker) -> None:
+    """The first symbol's order may have traded 50,000; another 50,000 would pass the limit of 80,000."""
+    bars = tg.make_market(60, assets=2, seed=3).bars
+    guards = replace(LOOSE, hour_notional=0.4)
+    settings = {"bars": bars, "config": MarketConfig(leverage=2.0), "make_decider": lambda: Spread(2)}
+    world = paper_world(guards=guards, orders=OrderConfig(patience_s=1.0), **settings)
+    session = world.session()
+    session.decider.weights_at = lambda _: [0.5, 0.0]
+    place = world.venue.place
+
+    def lost(order):
+        place(order)
+        world.faults.rates = FaultRates(late_events=1.0)  # it is hidden for two seconds
+        raise OutcomeUnknown("timed out")
+
+    world.venue.place = lost
+    world.trade(session, 1)
+    assert len(session.ledger.state.open_intents) == 1
+    breach = session.guards.order(50_000, CAPITAL, session.ledger.state, world.clock.now())
+    assert breach.guard == "hour_notional"
 
 
 def test_the_windows_of_notional_slide() -> None:

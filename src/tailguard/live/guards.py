@@ -78,10 +78,14 @@ class Guards:
     def unit(self) -> float:
         return self.capital * self.leverage
 
-    def order(self, notional: float, equity: float, state: LiveState, now: int) -> Breach | None:
-        """Whether an order that increases a position may be sent; `equity` in money."""
+    def order(
+        self, notional: float, equity: float, state: LiveState, now: int, planned: float = 0.0
+    ) -> Breach | None:
+        """Whether an order that increases a position may be sent; `equity` in money. `planned`: notional of the other
+        orders of this bar, which have not been sent. What open orders may still trade counts, too."""
         config = self.config
-        hour, day = (state.traded_since(now - span) + notional for span in (HOUR_MS, DAY_MS))
+        planned += sum(each.unfilled_notional for each in state.open_intents) + notional
+        hour, day = (state.traded_since(now - span) + planned for span in (HOUR_MS, DAY_MS))
         for guard, value, limit in (
             ("order_notional", notional, config.order_notional * self.unit),
             ("hour_notional", hour, config.hour_notional * self.unit),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 from tailguard.errors import ConfigError, TailguardError
@@ -24,6 +25,11 @@ from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
 
 FLATTEN_ROUNDS = 20
 """Attempts at closing a position for a kill, as when each is filled in part."""
+
+
+def increases(held: Decimal, quantity: Decimal) -> bool:
+    """Whether an order makes a position larger, or reverses it."""
+    return abs(held + quantity) > abs(held) or held * (held + quantity) < 0
 
 
 class Killed(TailguardError):
@@ -284,31 +290,38 @@ class Session:
             breach = self.guards.price(symbol, close, prices[symbol])
             if breach is not None:
                 self._freeze(breach)
-        sized = []
-        for symbol, weight in zip(self.config.symbols, target, strict=True):
-            held, price = state.ours[symbol], prices[symbol]
-            quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=bool(state.frozen))
-            reduces = abs(held + quantity) <= abs(held) and held * (held + quantity) >= 0
-            if not reduces:
-                breach = self.guards.order(abs(float(quantity)) * price, equity, state, self.clock.now())
-                if breach is not None:
-                    self._freeze(breach)
-                    quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=True)
-                    reduces = True
-            sized.append((not reduces, symbol, quantity))
-        for increases, symbol, quantity in sorted(sized):
+        weights = dict(zip(self.config.symbols, target, strict=True))
+
+        def sized(symbol: str) -> Decimal:
+            held, price, rule = state.ours[symbol], prices[symbol], rules[symbol]
+            return size_order(weights[symbol], equity, held, price, rule, reduce_only=bool(state.frozen))
+
+        quantities = {symbol: sized(symbol) for symbol in weights}
+        notional = {symbol: abs(float(quantity)) * prices[symbol] for symbol, quantity in quantities.items()}
+        rising = {symbol for symbol, quantity in quantities.items() if increases(state.ours[symbol], quantity)}
+        # All orders of the bar count together, those that reduce positions first.
+        planned = sum(notional[symbol] for symbol in weights if symbol not in rising)
+        for symbol in [each for each in weights if each in rising]:
+            breach = self.guards.order(notional[symbol], equity, state, self.clock.now(), planned)
+            if breach is not None:
+                self._freeze(breach)
+                quantities, rising = {each: sized(each) for each in weights}, set()
+                break
+            planned += notional[symbol]
+        count = sum(bool(quantity) for quantity in quantities.values())
+        for symbol in sorted(weights, key=lambda each: (each in rising, each)):
             # A fill of this very bar may have frozen increases.
-            if quantity and not (increases and state.frozen):
+            if quantities[symbol] and not (symbol in rising and state.frozen):
                 self.desk.send(
                     Wanted(
                         bar.time_ms,
                         symbol,
-                        quantity,
+                        quantities[symbol],
                         prices[symbol],
                         rules[symbol],
-                        reduce_only=not increases,
+                        reduce_only=symbol not in rising,
                         is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
-                        seconds=self.config.orders.spread_s / sum(bool(each) for _, _, each in sized),
+                        seconds=self.config.orders.spread_s / count,
                     )
                 )
 

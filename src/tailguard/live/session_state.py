@@ -47,6 +47,11 @@ class Intent:
     """Whether the outcome is still unknown or can still change."""
     outcome: str = "sent"
 
+    @property
+    def unfilled_notional(self) -> float:
+        """What it may still trade, at the price that it was sized at."""
+        return float(abs(self.quantity - self.filled)) * self.price
+
 
 @dataclass
 class LiveState:
