@@ -240,13 +240,63 @@ def test_a_fill_far_from_its_price_freezes(paper_world: WorldMaker) -> None:
 
 
 def test_too_many_errors_kill(paper_world: WorldMaker) -> None:
-    world = paper_world(guards=replace(LOOSE, errors_per_hour=30), faults=Faults(seed=1))
+    world = paper_world(guards=replace(LOOSE, errors_per_hour=5), faults=Faults(seed=1))
     session = world.session()
     world.trade(session, 2)
     world.faults.rates = FaultRates(read_fails=0.9)
     with pytest.raises(Killed, match=r"errors: \d+ errors within an hour"):
         world.trade(session, 10)
-    assert len(world.records("error")) > 30
+    assert len(world.records("error")) > 5
+
+
+def test_an_outage_of_a_minute_is_a_few_errors_and_not_the_end(paper_world: WorldMaker) -> None:
+    """40 s without an answer, at every hour of a day: the pauses double, and the default of 30 errors is not reached."""
+    world = paper_world(guards=replace(LOOSE, errors_per_hour=GuardConfig().errors_per_hour))
+    session = world.session()
+    world.trade(session, 2)
+    silent_until = 0
+    read = world.faults.before_read
+
+    def before_read() -> None:
+        if world.clock.now() < silent_until:
+            raise OutcomeUnknown("network is unreachable")
+        read()
+
+    world.faults.before_read = before_read
+    for number in range(24):
+        silent_until = session.ledger.state.bars[-1].close_ms(2 * HOUR) + 40_000
+        world.trade(session, 1)
+        assert len(world.records("error")) <= 7 * (number + 1)
+    assert session.ledger.state.killed is None
+    assert len(world.venue.sends) == 26
+
+
+def test_a_stale_bar_is_an_alarm_once_until_a_fresh_one_comes(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session = world.session()
+    session.start()
+    bars = list(bars_of(world.bars, world.first_ms))[:7]
+    for bar, delay in zip(bars, (0, 400, 500, 600, 0, 700, 0), strict=True):
+        world.clock.wait_until(bar.close_ms(HOUR) + 1_000 * delay)
+        session.on_bar(bar)
+    assert [record["message"] for record in world.records("alarm")] == [
+        "no orders: the bar closed 400 s ago, and guards.bar_age allows 360 s",
+        "no orders: the bar closed 700 s ago, and guards.bar_age allows 360 s",
+    ]
+    assert {record["guard"] for record in world.records("alarm")} == {"bar_age"}
+    assert len(session.ledger.state.alarms) == 2
+
+
+def test_a_venue_that_does_not_answer_is_an_alarm_once(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 2)
+    world.faults.rates = FaultRates(read_fails=1.0)
+    world.trade(session, 3)
+    world.faults.stop()
+    world.trade(session, 2)
+    assert [(record["guard"], record["message"][:10]) for record in world.records("alarm")] == [("venue", "no orders:")]
+    assert len(world.venue.sends) == 4
 
 
 def test_reductions_pass_the_guards_of_notional(paper_world: WorldMaker) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.kill import KillSwitch
+from tailguard.live.reconcile import plain
 from tailguard.live.session import Killed
 
 from .conftest import WorldMaker
@@ -94,3 +95,49 @@ def test_a_kill_that_asks_for_it_closes_our_positions_and_nothing_else(paper_wor
         world.session().start()
     assert len(world.records("flattened")) == 1
     assert len([record for record in world.records("intent") if record["flatten"]]) == len(flattening)
+
+
+def test_a_flattening_kill_outlasts_an_outage_of_the_venue(paper_world: WorldMaker) -> None:
+    """The venue is gone for ten minutes when the kill comes. 32 questions at most, as the pauses grow to a minute."""
+    world = paper_world(make_decider=lambda: Constant(0.8))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    began = world.clock.now()
+    world.clock.observers.append(lambda now: world.faults.stop() if now > began + 600_000 else None)
+    world.faults.rates = FaultRates(read_fails=1.0)
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        session.obey_kill()
+    assert world.venue.books.positions[symbol] == 0
+    assert 600_000 < world.clock.now() - began < 700_000
+    assert len(world.records("error")) < 32
+
+
+def test_positions_that_cannot_be_closed_are_an_alarm_and_stay_due(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.8))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 5)
+    world.faults.rates = FaultRates(rejected=1.0)
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed):
+        session.obey_kill()
+    held = session.ledger.state.ours[symbol]
+    alarms = [record["message"] for record in world.records("alarm") if record["guard"] == "flatten"]
+    assert alarms == [f"not flat: {symbol} {plain(held)} is left; it is tried again at the next start"]
+    world.faults.stop()
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        world.session().start()
+
+
+def test_a_person_can_end_a_flattening_that_waits_for_the_venue(paper_world: WorldMaker) -> None:
+    world = paper_world(make_decider=lambda: Constant(0.8))
+    session = world.session()
+    world.trade(session, 5)
+    began = world.clock.now()
+    session.stop = lambda: world.clock.now() > began + 100_000
+    world.faults.rates = FaultRates(read_fails=1.0)
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed):
+        session.obey_kill()
+    assert world.clock.now() < began + 200_000
+    assert [record["guard"] for record in world.records("alarm")] == ["flatten"]

@@ -142,6 +142,7 @@ def open_session(
             venue=venue,
             shadow=SimulatedAccount(decider) if venue is None else None,
             about=about,
+            stop=stop,
         )
     except BaseException:
         journal.close()

@@ -24,7 +24,8 @@ from tailguard.live.stake import describe
 from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
 
 FLATTEN_ROUNDS = 20
-"""Attempts at closing a position for a kill, as when each is filled in part."""
+"""Attempts at closing a position for a kill, as when each is filled in part. A venue that does not answer is waited
+for, however long it takes."""
 
 
 def increases(held: Decimal, quantity: Decimal) -> bool:
@@ -83,11 +84,13 @@ class Session:
         shadow: ShadowAccount | None = None,
         about: dict[str, Any] | None = None,
         crash_point: Callable[[str], None] = nowhere,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`stop`: whether a person wants the session to end; long waits for the venue ask it."""
         if (venue is None) == (shadow is None):
             raise ValueError("a session has a venue or a shadow account")
         self.config, self.decider, self.clock, self.kill = config, decider, clock, kill
-        self.venue, self.shadow = venue, shadow
+        self.venue, self.shadow, self.stop = venue, shadow, stop
         self.ledger = Ledger(journal, clock.now)
         self.guards = Guards(config.guards, config.capital, config.leverage, config.bar_ms)
         self.desk = (
@@ -99,6 +102,8 @@ class Session:
         """The venue's, as last seen."""
         self.is_confirmed = config.mode != "live"
         """Whether a person has agreed to what this session will do."""
+        self._skipping: str | None = None
+        """Why the last bars were not traded on; each reason is told once until it ends."""
         if self.ledger.state.started is None:
             self.ledger.record(
                 "start",
@@ -151,7 +156,7 @@ class Session:
         if state.bars and (last is None or last["bar"] != state.bars[-1].time_ms):
             # The process ended between a bar and its decision.
             self._decide(state.bars[-1])
-        elif last is not None and can_trade:
+        elif last is not None and can_trade and not self.guards.is_stale(state.bars[-1], self.clock.now()):
             self._trade(state.bars[-1], last["target"])
         self.obey_kill()
 
@@ -240,6 +245,8 @@ class Session:
         self.ledger.record("decision", bar=bar.time_ms, **content)
         if can_trade:
             self._trade(bar, content["target"])
+        elif not self.kill.is_tripped():
+            self._skip("venue", f"no orders: the venue has not answered for {self.config.orders.patience_s:g} s")
         # Last, so that no order waits for it.
         moved = None if content["flat"] else self.decider.explain(account)
         if moved is not None:
@@ -264,24 +271,37 @@ class Session:
             try:
                 self.desk.sync_clock()
                 self.account = reconcile(self.desk)
+                self.desk.answered()
                 return True
             except OutcomeUnknown as error:
-                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
-            if self.clock.now() >= deadline or self.kill.is_tripped():
+                self.desk.failed(error)
+            if self.clock.now() >= deadline or self.kill.is_tripped() or self.stop():
                 return False
-            self.clock.sleep(self.config.orders.poll_s)
+            self._wait(min(deadline, self.clock.now() + round(1000 * self.desk.retry_s)), self.kill.is_tripped)
+
+    def _wait(self, until_ms: int, is_over: Callable[[], bool]) -> None:
+        """Wait in steps, so that a person is heard."""
+        while (left := until_ms - self.clock.now()) > 0 and not (is_over() or self.stop()):
+            self.clock.sleep(min(left / 1000, self.config.orders.poll_s))
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def _trade(self, bar: LiveBar, target: list[float]) -> None:
         """Send the orders of a decision, reductions first, while its bar is fresh."""
-        if self.desk is None or self.venue is None or self.guards.is_stale(bar, self.clock.now()):
+        if self.desk is None or self.venue is None:
+            return
+        if self.guards.is_stale(bar, self.clock.now()):
+            age, most = self.clock.now() - bar.close_ms(self.config.bar_ms), self.guards.longest_age_ms
+            message = f"no orders: the bar closed {age / 1000:g} s ago, and guards.bar_age allows {most / 1000:g} s"
+            self._skip("bar_age", message)
             return
         try:
             prices = dict(self.venue.prices())
         except OutcomeUnknown as error:
-            self.ledger.record("error", message=f"{type(error).__name__}: {error}")
+            self.desk.failed(error)
+            self._skip("venue", f"no orders: the venue has not told its prices: {error}")
             return
+        self._skipping = None
         state, rules = self.ledger.state, self.venue.instruments()
         equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
         equity = min(equity, self.config.ceiling)
@@ -331,15 +351,18 @@ class Session:
         assert self.venue is not None
         state = self.ledger.state
         bar_ms = state.bars[-1].time_ms if state.bars else 0
-        for _ in range(FLATTEN_ROUNDS):
+        rounds = 0
+        while rounds < FLATTEN_ROUNDS and not self.stop():
             try:
                 self.desk.sync_clock()
                 self.account = reconcile(self.desk)
                 prices, rules = self.venue.prices(), self.venue.instruments()
             except OutcomeUnknown as error:
-                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
-                self.clock.sleep(self.config.orders.poll_s)
+                self.desk.failed(error)
+                self._wait(self.clock.now() + round(1000 * self.desk.retry_s), self.stop)
                 continue
+            self.desk.answered()
+            rounds += 1
             due = {symbol: size for symbol, size in state.ours.items() if size}
             if not due and not state.open_intents:
                 self.ledger.record("flattened")
@@ -359,6 +382,17 @@ class Session:
                             flatten=True,
                         )
                     )
+            if all(state.ours[symbol] == size for symbol, size in due.items()):
+                self.clock.sleep(self.config.orders.poll_s)
+        held = ", ".join(f"{symbol} {plain(size)}" for symbol, size in state.ours.items() if size)
+        left = f"{held} is left" if held else "the outcome of an order is unknown"
+        self.ledger.record("alarm", guard="flatten", message=f"not flat: {left}; it is tried again at the next start")
+
+    def _skip(self, reason: str, message: str) -> None:
+        """No orders for this bar: an alarm, once for all bars that follow each other."""
+        if self._skipping != reason:
+            self.ledger.record("alarm", guard=reason, message=message)
+            self._skipping = reason
 
     def _freeze(self, breach: Breach) -> None:
         if breach.guard not in self.ledger.state.frozen:
