@@ -250,7 +250,7 @@ def test_too_many_errors_kill(paper_world: WorldMaker) -> None:
 
 
 def test_an_outage_of_a_minute_is_a_few_errors_and_not_the_end(paper_world: WorldMaker) -> None:
-    """40 s without an answer, at every hour of a day: the pauses double, and the default of 30 errors is not reached."""
+    """40 s without an answer, at every hour of a day: pauses double, and the default of 30 errors is not reached."""
     world = paper_world(guards=replace(LOOSE, errors_per_hour=GuardConfig().errors_per_hour))
     session = world.session()
     world.trade(session, 2)

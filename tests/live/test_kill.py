@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from .test_reconcile import Constant
 
 
 def test_the_switch_is_a_file_that_stays(tmp_path: Path) -> None:
-    switch = KillSwitch(tmp_path / "live" / "KILL")
+    switch = KillSwitch(tmp_path / "KILL")
     assert not switch.is_tripped()
     switch.trip("first")
     switch.trip("second")
@@ -29,6 +30,59 @@ def test_the_switch_is_a_file_that_stays(tmp_path: Path) -> None:
         switch.path.write_bytes(content)
         assert switch.is_tripped()
         assert not switch.wants_flat()
+
+
+def test_a_switch_that_cannot_be_read_is_tripped(tmp_path: Path) -> None:
+    """Its folder is gone, or is no folder, or is a name that the system refuses."""
+    folder = tmp_path / "live"
+    switch = KillSwitch(folder / "KILL")
+    assert switch.is_tripped()
+    assert "cannot be read" in switch.message()
+    folder.write_text("a file")
+    assert switch.is_tripped()
+    folder.unlink()
+    folder.mkdir()
+    assert not switch.is_tripped()
+    folder.rename(tmp_path / "moved")
+    assert switch.is_tripped()
+    assert KillSwitch(tmp_path / ("x" * 300)).is_tripped()
+    assert KillSwitch(tmp_path / "KILL", tmp_path / ("x" * 300)).is_tripped()
+
+
+def test_a_folder_that_is_moved_away_ends_a_session_before_its_next_order(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 5)
+    moved = world.folder.with_name("moved")
+    world.folder.rename(moved)
+    with pytest.raises(Killed):
+        world.trade(session, 5)
+    assert len(world.venue.sends) == 5
+
+
+def test_a_release_is_that_of_one_mode(tmp_path: Path) -> None:
+    """The common file is passed on before it goes; a mode's own file is nobody else's matter."""
+    modes = ("shadow", "paper", "live")
+    own = {mode: tmp_path / f"KILL.{mode}" for mode in modes}
+    shadow, paper, live = (
+        KillSwitch(own[mode], tmp_path / "KILL", tuple(own[each] for each in modes if each != mode)) for mode in modes
+    )
+    shadow.trip("a drawdown in shadow")
+    assert (shadow.is_tripped(), paper.is_tripped(), live.is_tripped()) == (True, False, False)
+    (tmp_path / "KILL").write_text(json.dumps({"message": "all", "flatten": True}))
+    assert live.is_tripped()
+    paper.release()
+    assert (shadow.is_tripped(), paper.is_tripped(), live.is_tripped()) == (True, False, True)
+    assert (shadow.message(), live.message(), live.wants_flat()) == ("all", "all", True)
+    live.release()
+    assert not live.is_tripped()
+    (tmp_path / "KILL").touch()
+    assert paper.message() == f"{tmp_path / 'KILL'} is there"
+    paper.release()
+    assert (shadow.is_tripped(), paper.is_tripped(), live.is_tripped()) == (True, False, True)
+    shadow.release()
+    live.release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_after_the_switch_nothing_is_sent_until_a_person_releases_it(paper_world: WorldMaker) -> None:

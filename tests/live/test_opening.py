@@ -24,10 +24,11 @@ from tailguard.cli import app
 from tailguard.config import load_config
 from tailguard.data.storage import write_frame
 from tailguard.errors import ConfigError, TailguardError
+from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.live.decide import WarmUpError
 from tailguard.live.journal import JournalError, read_records
-from tailguard.live.opening import LiveSource, open_session, verify_session
+from tailguard.live.opening import LiveSource, kill_switch, open_session, verify_session
 from tailguard.live.screen import render
 from tailguard.live.session import Killed
 from tailguard.live.view import session_view
@@ -152,6 +153,24 @@ def test_a_kill_by_command_stops_and_a_release_goes_on(run: Path, cli: Cli) -> N
     cli("live", run, "--mode", "paper", fails="--release")
     assert "released" in cli("live", run, "--mode", "paper", "--release", "--guard", "slippage=0.1")
     assert [record for record in journal_of(run, "paper") if record["kind"] == "intent"]
+
+
+def test_a_release_of_one_mode_is_none_of_another(run: Path, cli: Cli) -> None:
+    """Everything is stopped while no session runs; paper is released, and the others still are not."""
+    cli("kill", run)
+    cli("live", run, "--mode", "paper", "--release", "--guard", "slippage=0.1")
+    cli("live", run, fails="tailguard kill, by")
+    opened = open_session(run, "paper", LiveSource())
+    with opened.session.ledger.journal:
+        assert not opened.session.kill.is_tripped()
+    assert kill_switch(RunLayout(run), "live").is_tripped()
+    cli("live", run, "--release")
+    # A session that ends itself stops no other.
+    kill_switch(RunLayout(run), "shadow").trip("drawdown")
+    assert not kill_switch(RunLayout(run), "paper").is_tripped()
+    # Any file in the common place still stops all.
+    (run / "live" / "KILL").touch()
+    cli("live", run, "--mode", "paper", fails="KILL is there")
 
 
 def test_a_signal_trips_the_switch(run: Path) -> None:

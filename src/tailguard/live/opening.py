@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -138,7 +138,7 @@ def open_session(
             decider,
             journal,
             clock,
-            KillSwitch(layout.kill_path),
+            kill_switch(layout, mode),
             venue=venue,
             shadow=SimulatedAccount(decider) if venue is None else None,
             about=about,
@@ -153,6 +153,12 @@ def open_session(
         else ReplaySource(bars, after, clock, where.seconds_per_bar)
     )
     return OpenedSession(session, source, _terms(where, terms, session, about))
+
+
+def kill_switch(layout: RunLayout, mode: Mode) -> KillSwitch:
+    """The switch of the run's session in a mode."""
+    others = tuple(layout.mode_kill_path(each) for each in get_args(Mode) if each != mode)
+    return KillSwitch(layout.mode_kill_path(mode), layout.kill_path, others)
 
 
 def _terms(where: LiveSource, terms: LiveTerms | None, session: Session, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Without a venue the session is a shadow: the account is simulated, and nothing i
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -186,8 +187,9 @@ class Session:
                 self.ledger.record("kill", message=self.kill.message(), flatten=wants_flat)
         if state.killed is None:
             return
-        # A file that was deleted by hand does not release anything.
-        self.kill.trip(state.killed, flatten=state.flatten_due)
+        # A file that was deleted by hand does not release anything. The journal holds the kill without it, too.
+        with contextlib.suppress(OSError):
+            self.kill.trip(state.killed, flatten=state.flatten_due)
         if self.desk is not None:
             for intent in state.open_intents:
                 self.desk.settle(intent)
