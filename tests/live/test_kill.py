@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.kill import KillSwitch
+from tailguard.live.orders import OrderConfig
 from tailguard.live.reconcile import plain
 from tailguard.live.session import Killed
 
-from .conftest import WorldMaker
+from .conftest import HOUR, WorldMaker
 from .test_reconcile import Constant
 
 
@@ -130,8 +132,6 @@ def test_a_switch_tripped_at_any_moment_stops_the_next_send(paper_world: WorldMa
 
 @pytest.mark.parametrize("rates", [FaultRates(), FaultRates(partial_fill=0.7, reply_lost=0.2, rate_limited=0.2)])
 def test_a_kill_that_asks_for_it_closes_our_positions_and_nothing_else(paper_world: WorldMaker, rates) -> None:
-    from decimal import Decimal
-
     world = paper_world(make_decider=lambda: Constant(0.8), faults=Faults(seed=5))
     symbol = world.bars.symbols[0]
     world.trade(world.session(), 5)
@@ -195,3 +195,24 @@ def test_a_person_can_end_a_flattening_that_waits_for_the_venue(paper_world: Wor
         session.obey_kill()
     assert world.clock.now() < began + 200_000
     assert [record["guard"] for record in world.records("alarm")] == ["flatten"]
+
+
+def test_what_became_of_orders_and_positions_is_in_the_journal(paper_world: WorldMaker) -> None:
+    """An order rests at its limit when the switch is tripped: it is withdrawn, and the position is what it was."""
+    world = paper_world(make_decider=lambda: Constant(0.5), orders=OrderConfig("limit_then_market", spread_s=60.0))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    held = world.venue.books.positions[symbol]
+    session.decider.weight = 0.9
+    sends = len(world.venue.sends)
+    fillable = world.venue._fillable  # nothing is filled at once from here on
+    world.venue._fillable = lambda symbol, _, price: fillable(symbol, Decimal(0), price)
+    later = world.clock.now() + HOUR - 30_000  # half a minute after the next close
+    world.clock.observers.append(lambda now: world.kill.trip("enough") if now > later else None)
+    with pytest.raises(Killed):
+        world.trade(session, 1)
+    assert len(world.venue.sends) == sends + 1
+    settled = world.records("settled")[-1]
+    assert (settled["cancelled"], settled["in_flight"], settled["simulated"]) == (1, 0, False)
+    assert settled["positions"] == {symbol: f"{held.normalize():+f}"}
+    assert world.venue.books.positions[symbol] == held

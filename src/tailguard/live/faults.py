@@ -8,7 +8,15 @@ from decimal import Decimal
 
 import numpy as np
 
-from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused, ServerFailed, VenueError
+from tailguard.live.venue import (
+    OrderReport,
+    OrderRequest,
+    OutcomeUnknown,
+    RateLimited,
+    Refused,
+    ServerFailed,
+    VenueError,
+)
 
 LONGEST_SILENCE = 40
 """Calls that a disconnection lasts, at most."""

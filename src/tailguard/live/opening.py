@@ -178,8 +178,10 @@ def _terms(where: LiveSource, terms: LiveTerms | None, session: Session, about: 
 def _check_mode(mode: Mode, where: LiveSource, terms: LiveTerms | None) -> None:
     if mode == "paper" and where.exchange is not None and where.venue is None:
         raise ConfigError(
-            "--mode paper replays bars; leave out --exchange, or name a paper venue with --venue. An exchange is "
-            "followed with --mode shadow"
+            f"--mode paper --exchange {where.exchange}: nobody knows how an order would have traded at an exchange "
+            "that never got it. Follow the exchange without orders: --mode shadow. Or rehearse orders on bars of the past: "
+            "tailguard venue RUN in another terminal, and here --mode paper --venue with the address that it prints; "
+            "tailguard data fetch gets such bars of the exchange, and --data replays them"
         )
     if where.venue is not None and where.exchange != EXCHANGE:
         raise ConfigError(f"--venue stands for {EXCHANGE}; leave out --exchange")

@@ -175,6 +175,8 @@ class OrderDesk:
         """The venue's clock less ours, milliseconds."""
         self.listed_ms: int | None = None
         """Time of the last complete list of orders, by the venue's clock; None in a new process."""
+        self.cancelled: set[str] = set()
+        """Orders that were withdrawn after the kill switch had been tripped."""
         self._failures = 0
         """Questions without an answer since the last one that had one."""
 
@@ -198,6 +200,12 @@ class OrderDesk:
     def retry_s(self) -> float:
         """Pause before the next question."""
         return min(self.config.poll_s * 2 ** min(max(self._failures - 1, 0), 10), LONGEST_RETRY_S)
+
+    @property
+    def cancelled_now(self) -> int:
+        """Orders that the kill switch has withdrawn before they were filled."""
+        intents = [self.ledger.state.intents[name] for name in self.cancelled]
+        return sum(not each.is_open and each.filled != each.quantity for each in intents)
 
     def has_unknown(self, symbol: str) -> bool:
         """Whether an order of the symbol has an unknown outcome."""
@@ -374,6 +382,8 @@ class OrderDesk:
                     if report.open:
                         # Its time is over. It is withdrawn, and asked for again.
                         self.venue.cancel(intent.client_id, intent.symbol)
+                        if self.kill.is_tripped():
+                            self.cancelled.add(intent.client_id)
                 elif has_passed:
                     self._close(intent, "lost: the venue never took it")
                 self.answered()

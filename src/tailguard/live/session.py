@@ -141,6 +141,7 @@ class Session:
         if state.bars:
             self.decider.read(*state.bars)
             self.decider.restore(state.decisions)
+            state.forget_bars()
         last = state.last_decision
         if self.shadow is not None and last is not None:
             self.shadow.restore(last["equity"], last["weights"])
@@ -196,6 +197,15 @@ class Session:
             if state.flatten_due:
                 self._flatten()
         held = {symbol: plain(size) for symbol, size in state.ours.items() if size}
+        self.ledger.record(
+            "settled",
+            simulated=self.desk is None,
+            cancelled=0 if self.desk is None else self.desk.cancelled_now,
+            in_flight=len(state.open_intents),
+            positions={
+                symbol: f"{size:+f}" for symbol, size in ((each, state.ours[each].normalize()) for each in held)
+            },
+        )
         raise Killed(
             f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "
             "with --release"
@@ -216,6 +226,7 @@ class Session:
                 return  # it is missing from now on, and what follows is a gap
         self.ledger.record("bar", **bar.to_dict())
         self.decider.read(bar)
+        state.forget_bars()
         self._decide(bar)
         self.obey_kill()
 

@@ -59,6 +59,7 @@ class LiveState:
 
     started: Record | None = None
     bars: list[LiveBar] = field(default_factory=list)
+    """Those that the decider has not taken in, and the last one."""
     confirmed: Record | None = None
     """The last terms of live trading that a person has agreed to."""
     decisions: list[Record] = field(default_factory=list)
@@ -77,6 +78,8 @@ class LiveState:
     """Number of the last liquidation that was taken in."""
     frozen: dict[str, str] = field(default_factory=dict)
     """Guards that block every increase of a position, with their messages, until a person releases them."""
+    since: dict[str, int] = field(default_factory=dict)
+    """When each of these guards has tripped, and `kill`."""
     killed: str | None = None
     """Why trading has ended; a person has to release it."""
     flatten_due: bool = False
@@ -183,17 +186,23 @@ class LiveState:
 
     def _on_freeze(self, record: Record) -> None:
         self.frozen[record["guard"]] = record["message"]
+        self.since.setdefault(record["guard"], record["time"])
         self.alarms.append(record)
 
     def _on_kill(self, record: Record) -> None:
         self.killed, self.flatten_due = record["message"], record["flatten"]
+        self.since.setdefault("kill", record["time"])
         self.alarms.append(record)
 
     def _on_flattened(self, _: Record) -> None:
         self.flatten_due = False
 
+    def _on_settled(self, _: Record) -> None:
+        """For a person who has tripped the switch; nothing follows from it."""
+
     def _on_release(self, record: Record) -> None:
         self.frozen.clear()
+        self.since.clear()
         self.killed, self.flatten_due = None, False
         self.errors.clear()
         # The person has seen the drawdown and goes on from here.
@@ -206,6 +215,10 @@ class LiveState:
 
     def _on_alarm(self, record: Record) -> None:
         self.alarms.append(record)
+
+    def forget_bars(self) -> None:
+        """The decider has the bars: all but the last are of no more use here."""
+        del self.bars[:-1]
 
     def traded_since(self, time_ms: int) -> float:
         """Notional traded after this time."""
