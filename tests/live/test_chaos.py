@@ -133,9 +133,10 @@ def test_a_desk_that_sends_again_what_is_unknown_is_found(replayed, tmp_path: Pa
 
 
 def test_a_desk_that_takes_an_unknown_outcome_for_a_loss_is_found(replayed, tmp_path: Path, monkeypatch) -> None:
-    """The next reconciliation heals it by the venue's list of orders; without that list it is seen."""
+    """It sends slices again that were taken. The next reconciliation heals its books by the venue's list of orders;
+    without that list they are wrong, too."""
     monkeypatch.setattr(OrderDesk, "settle", lambda self, intent: self._close(intent, "lost"))
-    assert not found(replayed, tmp_path / "with list")
+    assert found(replayed, tmp_path / "with list") == {"a bar has traded more than was decided"}
     monkeypatch.setattr(PaperVenue, "orders", lambda *_: [])
     assert "a position was not explained although nobody else traded" in found(replayed, tmp_path / "without")
 

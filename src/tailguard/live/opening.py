@@ -179,7 +179,7 @@ def _check_mode(mode: Mode, where: LiveSource, terms: LiveTerms | None) -> None:
     if mode == "paper" and where.exchange is not None and where.venue is None:
         raise ConfigError(
             f"--mode paper --exchange {where.exchange}: nobody knows how an order would have traded at an exchange "
-            "that never got it. Follow the exchange without orders: --mode shadow. Or rehearse orders on bars of the past: "
+            "that never got it. Follow the exchange without orders: --mode shadow. Or rehearse orders on past bars: "
             "tailguard venue RUN in another terminal, and here --mode paper --venue with the address that it prints; "
             "tailguard data fetch gets such bars of the exchange, and --data replays them"
         )

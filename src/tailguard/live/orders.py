@@ -199,7 +199,8 @@ class OrderDesk:
     @property
     def retry_s(self) -> float:
         """Pause before the next question."""
-        return min(self.config.poll_s * 2 ** min(max(self._failures - 1, 0), 10), LONGEST_RETRY_S)
+        doubled = self.config.poll_s * 2.0 ** min(max(self._failures - 1, 0), 10)
+        return min(doubled, LONGEST_RETRY_S)
 
     @property
     def cancelled_now(self) -> int:

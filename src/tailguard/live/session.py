@@ -202,9 +202,7 @@ class Session:
             simulated=self.desk is None,
             cancelled=0 if self.desk is None else self.desk.cancelled_now,
             in_flight=len(state.open_intents),
-            positions={
-                symbol: f"{size:+f}" for symbol, size in ((each, state.ours[each].normalize()) for each in held)
-            },
+            positions={symbol: f"{state.ours[symbol].normalize():+f}" for symbol in held},
         )
         raise Killed(
             f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "

@@ -75,8 +75,8 @@ def _answer(run: Path, session: _Running) -> str:
     found = session.outcome
     if found is None and not session.has_heard:
         return (
-            f"{session.mode}: no answer within {PATIENCE_S:g} s. It sends nothing more, but for an order that is on its "
-            f"way already. {go_on}"
+            f"{session.mode}: no answer within {PATIENCE_S:g} s. It sends nothing more, but for an order that is on "
+            f"its way already. {go_on}"
         )
     if found is None:
         return f"{session.mode}: stopping; it asks for the outcome of its last orders and then ends. {go_on}"
