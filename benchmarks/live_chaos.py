@@ -3,9 +3,10 @@
     python benchmarks/live_chaos.py --schedules 2000 --bars 20 --processes --results chaos.jsonl
     python benchmarks/live_chaos.py --trips 500
 
-Each schedule trades two symbols over some hourly bars, with crashes at random calls, waits and stages of writing. With
-`--processes` a crash is a SIGKILL of the session's own process, otherwise an exception that drops everything in memory.
-It checks that no order was doubled, that every position is explained and that nothing was sent after the kill switch.
+Each schedule trades one to three symbols over some hourly bars in one of the order styles, with crashes at random
+calls, waits and stages of writing. With `--processes` a crash is a SIGKILL of the session's own process, otherwise an
+exception that drops everything in memory. It checks that no order was doubled, that every position is explained and
+that nothing was sent after the kill switch.
 
 `--results` keeps a line for each schedule: the same command goes on after the last one, `--seconds` at a time.
 `--trips` measures the time from a trip of the switch, at any moment, to the last order that still arrives.
@@ -52,7 +53,7 @@ def run_schedule(seed: int, replayed: ReplayedMarket, processes: bool) -> dict[s
     }
 
 
-def run_schedules(arguments: argparse.Namespace, replayed: ReplayedMarket) -> list[dict[str, Any]]:
+def run_schedules(arguments: argparse.Namespace, markets: list[ReplayedMarket]) -> list[dict[str, Any]]:
     done = []
     if arguments.results is not None and arguments.results.exists():
         done = [json.loads(line) for line in arguments.results.read_text().splitlines()]
@@ -62,7 +63,7 @@ def run_schedules(arguments: argparse.Namespace, replayed: ReplayedMarket) -> li
             continue
         if time.monotonic() > end:
             break
-        found = run_schedule(seed, replayed, arguments.processes)
+        found = run_schedule(seed, markets[seed % len(markets)], arguments.processes)
         done.append(found)
         for message in found["wrong"]:
             print(f"seed {seed}: {message}", flush=True)
@@ -128,16 +129,19 @@ def main() -> None:
     parser.add_argument("--trips", type=int, default=0, help="measure the kill switch instead, so many times")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked
-    bars = tg.make_market((400 if arguments.trips else arguments.bars) + 20, assets=2, seed=3).bars
-    replayed = ReplayedMarket.of(bars, MarketConfig(), 10)
+    rows = (400 if arguments.trips else arguments.bars) + 20
+    markets = [
+        ReplayedMarket.of(tg.make_market(rows, assets=assets, seed=3).bars, MarketConfig(), 10)
+        for assets in ((2,) if arguments.trips else (1, 2, 3))
+    ]
     if arguments.trips:
         draw = random.Random(arguments.seed)
-        delays = [trip(replayed, draw, seed) for seed in range(arguments.trips)]
+        delays = [trip(markets[0], draw, seed) for seed in range(arguments.trips)]
         late = sorted(each for each in delays if each > 0)
         print(f"{len(delays):,} trips: an order arrived after {len(late)}, at most {max(delays):.4f} s later")
         return
     begun = time.monotonic()
-    done = run_schedules(arguments, replayed)
+    done = run_schedules(arguments, markets)
     summarise(done)
     print(f"{time.monotonic() - begun:.0f} s")
 

@@ -115,23 +115,23 @@ def main() -> None:
     begun, cpu = time.monotonic(), time.process_time()
     session = open_session(agent, bars, first_ms, arguments.folder)
     session.start()
-    known = session.ledger.state.bars
+    known = [record["bar"] for record in read_records(arguments.folder / "journal.jsonl") if record["kind"] == "bar"]
     print(
         f"start      after {len(known):,} bars: {time.monotonic() - begun:.2f} s, of them "
         f"{time.process_time() - cpu:.2f} s of CPU time",
         flush=True,
     )
-    source = ReplaySource(bars, known[-1].time_ms if known else first_ms - 1, session.clock)
+    source = ReplaySource(bars, known[-1] if known else first_ms - 1, session.clock)
     begun, cpu, count = time.monotonic(), time.process_time(), 0
     while time.monotonic() - begun < arguments.seconds and (bar := source.next_bar()) is not None:
         session.on_bar(bar)
         count += 1
-        if len(session.ledger.state.bars) % arguments.every == 0:
+        bars_so_far = len(known) + count
+        if bars_so_far % arguments.every == 0:
             spent = 1000 * (time.process_time() - cpu) / count
-            bars_so_far = len(session.ledger.state.bars)
             print(f"{bars_so_far:>8,} bars  {resident_mib():>6.0f} MiB  {spent:.1f} ms of CPU time a bar", flush=True)
     session.ledger.journal.close()
-    if len(session.ledger.state.bars) == arguments.bars:
+    if len(known) + count == arguments.bars:
         compare(agent, bars, first_ms, arguments.folder)
 
 

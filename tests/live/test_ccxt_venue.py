@@ -318,3 +318,52 @@ def test_ccxt_repeats_nothing_by_itself(make) -> None:
         venue.place(order_of(venue))
     assert len(exchange.venue.sends) == 1
     assert issubclass(ccxt.DDoSProtection, ccxt.NetworkError)
+
+
+def test_a_list_of_orders_that_is_longer_than_a_page_is_complete(make) -> None:
+    """Seven orders a page, which shows the oldest first: the newest are on the last of them."""
+    exchange, address = make()
+    venue = opened_venue(address, ONE)
+    venue.traits = replace(venue.traits, page=7)
+    names = [f"tg{number}" for number in range(30)]
+    for number, name in enumerate(names):
+        quantity = Decimal("0.5") * (-1) ** number
+        price = Decimal(repr(venue.prices()[ONE[0]])) * (1 + quantity.copy_sign(quantity) / 10)
+        venue.place(order_of(venue, client_id=name, quantity=quantity, limit=price.quantize(Decimal("0.01"))))
+        # Three orders share a moment, so that pages begin and end within one.
+        if number % 3 == 2:
+            venue.clock.sleep(5)
+    assert [report.client_id for report in venue.orders(0)] == names
+    since = exchange.venue.books.orders["tg12"]["accepted"]
+    assert [report.client_id for report in venue.orders(since)] == names[12:]
+    venue.traits = replace(venue.traits, page=3)
+    with pytest.raises(OutcomeUnknown, match="more orders in one moment"):
+        venue.orders(0)
+
+
+def test_an_id_that_exists_is_an_unknown_outcome_that_is_asked_for(make, tmp_path: Path, monkeypatch) -> None:
+    """The exchange says that the order is there already: it may be this one, as after a request that came twice."""
+    exchange, address = make()
+    venue = opened_venue(address, ONE)
+    order = order_of(venue, client_id="somebody")
+    placed = venue.place(order)
+    with pytest.raises(OutcomeUnknown, match=r"-4116.*ClientOrderId is duplicated"):
+        venue.place(order)
+    assert venue.find(order.client_id, ONE[0]) == placed
+    # A session asks, and takes in what has become of it.
+    place = CcxtVenue.place
+
+    def twice(self: CcxtVenue, request: OrderRequest) -> Any:
+        place(self, request)
+        return place(self, request)
+
+    monkeypatch.setattr(CcxtVenue, "place", twice)
+    with trading(address, tmp_path, ONE, guards=LOOSE) as (session, source):
+        exchange.venue.trade_outside("SYN01", Decimal("-0.5"))
+        session.start()
+        session.on_bar(source.next_bar())
+        state = session.ledger.state
+    assert [record["outcome"] for record in records_of(tmp_path, "order")] == ["filled"]
+    assert not state.open_intents
+    assert state.ours[ONE[0]] == exchange.venue.books.positions["SYN01"] != 0
+    assert not state.frozen

@@ -5,13 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from tailguard.live.journal import GENESIS, Journal, JournalError, read_records
+
+from .conftest import WorldMaker
 
 
 def write(path: Path, count: int) -> list[dict]:
@@ -98,3 +104,72 @@ def test_a_record_is_flushed_to_disk_before_append_returns(tmp_path: Path, monke
             journal.append("bar", number)
             assert flushed[-1] == path.stat().st_size
             assert len(flushed) == number + 1
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """No file of this process grows beyond it: a write fails in the middle of a line, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 60, 120, 190])
+def test_a_line_that_does_not_fit_on_the_disk_leaves_the_chain_whole(tmp_path: Path, beyond: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        written = [journal.append("bar", number, price=0.1) for number in range(3)]
+        good = path.stat().st_size
+        with files_up_to(good + beyond), pytest.raises(JournalError, match=r"a line could not be written.*start again"):
+            journal.append("bar", 3, text="x" * 200)
+        assert path.stat().st_size == good
+        # Nobody knows what the disk has kept: this process writes nothing more, although there is room again.
+        with pytest.raises(JournalError, match="could not be written"):
+            journal.append("bar", 4)
+    assert list(read_records(path)) == written
+    with Journal(path) as journal:
+        assert journal.dropped == 0
+        journal.append("bar", 5)
+    assert [record["time"] for record in read_records(path)] == [0, 1, 2, 5]
+
+
+def test_a_flush_that_fails_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append("bar", 0)
+
+        def fails(_: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "fsync", fails)
+        for _ in range(2):
+            with pytest.raises(JournalError, match="Input/output error"):
+                journal.append("bar", 1)
+        monkeypatch.undo()
+        with pytest.raises(JournalError):
+            journal.append("bar", 2)
+    assert [record["time"] for record in read_records(path)] == [0]
+
+
+def test_an_order_whose_intent_does_not_fit_on_the_disk_is_not_sent(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 5)
+    record = session.ledger.record
+
+    def full(kind: str, **content) -> None:
+        with files_up_to(world.journal_path.stat().st_size + 10) if kind == "intent" else nullcontext():
+            record(kind, **content)
+
+    session.ledger.record = full
+    with pytest.raises(JournalError, match="could not be written"):
+        world.trade(session, 1)
+    assert len(world.venue.sends) == 5
+    world.trade(world.session(), 5)
+    assert len(world.venue.sends) == 11
+    assert not world.records("freeze")

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,12 @@ from tailguard.cli import app
 from tailguard.config import load_config
 from tailguard.data.storage import write_frame
 from tailguard.errors import ConfigError, TailguardError
+from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.live.decide import WarmUpError
 from tailguard.live.journal import JournalError, read_records
-from tailguard.live.opening import LiveSource, open_session, verify_session
-from tailguard.live.screen import render
+from tailguard.live.opening import LiveSource, kill_switch, open_session, verify_session
+from tailguard.live.screen import moment, render
 from tailguard.live.session import Killed
 from tailguard.live.view import session_view
 from tailguard.runs.runner import train
@@ -154,6 +156,49 @@ def test_a_kill_by_command_stops_and_a_release_goes_on(run: Path, cli: Cli) -> N
     assert [record for record in journal_of(run, "paper") if record["kind"] == "intent"]
 
 
+def test_the_command_says_what_the_session_has_answered(run: Path, cli: Cli) -> None:
+    """Of a session in another process: its orders, its position, and how to go on."""
+    shown = cli("kill", run)
+    assert f"no session answered, as none is running. To go on: tailguard live {run} --release" in unwrapped(shown)
+    command = [sys.executable, "-c", MAIN, "live", str(run), "--mode", "paper", "--release", "--seconds", "0.05"]
+    with subprocess.Popen([*command, "--guard", "slippage=0.1"], stdout=subprocess.DEVNULL) as process:
+        path, deadline = run / "live" / "paper" / "journal.jsonl", time.monotonic() + 120
+        while not path.exists() or path.read_text().count('"kind":"order"') < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        shown = unwrapped(cli("kill", run))
+        assert process.wait(60) == 1
+    held = [record for record in journal_of(run, "paper") if record["kind"] == "settled"][-1]["positions"]
+    place = ", ".join(f"{symbol} {size}" for symbol, size in held.items())
+    assert f"paper: 0 orders cancelled, 0 in flight, position left at {place} (flatten with --flatten" in shown
+    assert f"To go on: tailguard live {run} --mode paper --release" in shown
+    last = [record["kind"] for record in journal_of(run, "paper")]
+    assert "intent" not in last[last.index("kill") :]
+
+
+def unwrapped(text: str) -> str:
+    """Without the line breaks of a narrow terminal."""
+    return " ".join(text.split())
+
+
+def test_a_release_of_one_mode_is_none_of_another(run: Path, cli: Cli) -> None:
+    """Everything is stopped while no session runs; paper is released, and the others still are not."""
+    cli("kill", run)
+    cli("live", run, "--mode", "paper", "--release", "--guard", "slippage=0.1")
+    cli("live", run, fails="tailguard kill, by")
+    opened = open_session(run, "paper", LiveSource())
+    with opened.session.ledger.journal:
+        assert not opened.session.kill.is_tripped()
+    assert kill_switch(RunLayout(run), "live").is_tripped()
+    cli("live", run, "--release")
+    # A session that ends itself stops no other.
+    kill_switch(RunLayout(run), "shadow").trip("drawdown")
+    assert not kill_switch(RunLayout(run), "paper").is_tripped()
+    # Any file in the common place still stops all.
+    (run / "live" / "KILL").touch()
+    cli("live", run, "--mode", "paper", fails="KILL is there")
+
+
 def test_a_signal_trips_the_switch(run: Path) -> None:
     import os
 
@@ -214,7 +259,7 @@ def test_another_agent_cannot_take_over_a_session(run: Path, cli: Cli) -> None:
 
 
 def test_options_that_make_no_sense_are_refused(run: Path, cli: Cli, tmp_path: Path) -> None:
-    cli("live", run, "--mode", "paper", "--exchange", "binance", fails="--mode paper replays bars")
+    cli("live", run, "--mode", "paper", "--exchange", "binance", fails="tailguard venue")
     cli("live", run, "--guard", "drawdwn=1", fails="--guard drawdwn: unknown; there are order_notional")
     cli("live", run, "--guard", "drawdown", fails="write a name and a number")
     cli("live", run, "--verify", "--mode", "paper", fails="no session in the mode paper")
@@ -275,6 +320,8 @@ def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
     assert "waiting for the first bar" in shown
     assert f"{decision['target'][0]:+.4f}" in shown
     assert "order_notional:" in shown
+    tripped = next(record for record in journal_of(run, "paper") if record["kind"] == "freeze")["time"]
+    assert f"(since {moment(tripped)} UTC)" in unwrapped(shown).replace(" │", "")
     assert "increases are frozen" in shown
     assert "closed 0 s ago" in shown
     with pytest.raises(ConfigError):

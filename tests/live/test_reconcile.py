@@ -6,14 +6,15 @@ from decimal import Decimal
 
 import pytest
 
+import tailguard as tg
 from tailguard.live.orders import PREFIX
-from tailguard.live.reconcile import plain
+from tailguard.live.reconcile import OVERLAP_MS, plain
 from tailguard.live.session import Killed
-from tailguard.live.session_state import divide_position
+from tailguard.live.session_state import DAY_MS, KEPT_MS, divide_position
 from tailguard.live.simulation import RandomWeights
 from tailguard.live.venue import OrderRequest
 
-from .conftest import WorldMaker
+from .conftest import HOUR, WorldMaker
 
 
 @pytest.mark.parametrize(
@@ -132,3 +133,30 @@ def test_a_liquidation_takes_what_is_not_ours_too(paper_world: WorldMaker) -> No
     with pytest.raises(Killed):
         world.trade(session, 1)
     assert (session.ledger.state.ours[symbol], session.ledger.state.foreign[symbol]) == (0, 0)
+
+
+def test_a_day_of_minutes_with_an_order_each_is_never_taken_for_somebody_elses(paper_world: WorldMaker) -> None:
+    """1,440 orders and then some: each is still known while the venue's list can show it."""
+    world = paper_world(bars=tg.make_market(1_520, frequency="1m", seed=3).bars)
+    session = world.session()
+    world.trade(session)
+    assert len(world.venue.books.orders) > 1_440
+    assert not session.ledger.state.frozen
+    # A restart lists a whole day.
+    world.trade(world.session())
+    assert not world.records("freeze")
+    # What the list cannot show any more is forgotten.
+    kept = session.ledger.state.intents.values()
+    assert max(each.sent_ms for each in kept) - min(each.sent_ms for each in kept) <= KEPT_MS
+
+
+def test_a_reconciliation_lists_only_what_can_still_change(paper_world: WorldMaker, monkeypatch) -> None:
+    world = paper_world()
+    asked: list[int] = []
+    orders = world.venue.orders
+    monkeypatch.setattr(world.venue, "orders", lambda since: asked.append(world.clock.now() - since) or orders(since))
+    world.trade(world.session(), 40)
+    assert max(asked[30:]) <= HOUR + OVERLAP_MS
+    world.trade(world.session(), 1)
+    # A new process does not know when the last one asked.
+    assert max(asked[40:]) == DAY_MS

@@ -143,7 +143,10 @@ def live(
                 stopping.beat = beat
                 if release:
                     session.release(getpass.getuser())
-                    say(console, "released  guards and kill switch are reset")
+                    say(
+                        console,
+                        f"released  guards and kill switch of {mode} are reset; each mode has its own",
+                    )
                 with _signals(stopping, session.kill):
                     try:
                         session.start()
@@ -163,13 +166,13 @@ def kill(
     from rich.console import Console
 
     from tailguard.experiment.layout import RunLayout
-    from tailguard.live.kill import KillSwitch
+    from tailguard.live.stopping import stop_run
 
     layout = RunLayout(run)
     if not layout.is_run():
         raise ConfigError(f"{run}: no run here: {layout.config_path.name} is missing. Give the folder of a run")
-    KillSwitch(layout.kill_path).trip(f"tailguard kill, by {getpass.getuser()}", flatten=flatten)
-    say(Console(), f"killed   {layout.kill_path}")
+    for line in stop_run(run, f"tailguard kill, by {getpass.getuser()}", flatten=flatten):
+        say(Console(), f"stopped   {line}")
 
 
 class _Stopping:

@@ -12,7 +12,7 @@ runs/
     agent/                     the result
     report.html robustness.html population.html
     audit.html audit.json audit.sarif
-    live/KILL                  the kill switch: nothing is sent while it is there
+    live/KILL live/KILL.<mode> the kill switch, of all modes and of one: nothing is sent while it is there
     live/exchange.sqlite       the account at a paper venue of tailguard venue
     live/<mode>/               journal, lead-in of the bars and paper account of a session
     live/<mode>/daily/<day>.*  its reports of a UTC day: .html .md .json
@@ -155,6 +155,10 @@ class RunLayout:
     def kill_path(self) -> Path:
         """The kill switch of every session of the run."""
         return self.path / LIVE / KILL
+
+    def mode_kill_path(self, mode: str) -> Path:
+        """The kill switch of the run's session in a mode; moving the session's folder away does not release it."""
+        return self.path / LIVE / f"{KILL}.{mode}"
 
     def journal_path(self, mode: str) -> Path:
         """The journal of the run's session in a mode."""

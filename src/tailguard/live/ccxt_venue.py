@@ -7,6 +7,7 @@ traded: nobody has tried how it answers.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from tailguard.errors import ConfigError, MissingExtraError
 from tailguard.live.credentials import Credentials, HidingFilter
 from tailguard.live.venue import (
     Clock,
+    DuplicateOrder,
     ForcedTrade,
     Instrument,
     OrderReport,
@@ -43,11 +45,13 @@ class Traits:
     """In the raw balance: the list of assets, the name of an asset in it, and its balance without open profits."""
     page: int = 1_000
     """Most orders in one answer."""
+    duplicate: str = ""
+    """Code of the answer that the client id exists, where ccxt takes it for an order that breaks a rule."""
     wait_s: float = 10.0
     """Pause after too many requests where the answer does not say how long."""
 
 
-TRAITS = {"binanceusdm": Traits(wallet=("assets", "asset", "walletBalance"))}
+TRAITS = {"binanceusdm": Traits(wallet=("assets", "asset", "walletBalance"), duplicate="-4116")}
 
 
 def make_client(exchange: str, credentials: Credentials, settings: Mapping[str, Any]) -> Any:
@@ -162,7 +166,7 @@ class CcxtVenue:
             raise RateLimited(self._reason(error), self._pause()) from None
         except (kinds.DuplicateOrderId, kinds.OrderNotFound) as error:
             # The id is known: an order with it may stand there.
-            raise OutcomeUnknown(self._reason(error)) from None
+            raise DuplicateOrder(self._reason(error)) from None
         except (
             kinds.InvalidOrder,
             kinds.BadRequest,
@@ -172,6 +176,8 @@ class CcxtVenue:
             kinds.ArgumentsRequired,
             kinds.NotSupported,
         ) as error:
+            if self.traits.duplicate and re.search(rf"{self.traits.duplicate}\b", str(error)):
+                raise DuplicateOrder(self._reason(error)) from None
             raise Refused(self._reason(error)) from None
         except Exception as error:
             # Everything else, an answer that cannot be read included, says nothing of what the exchange has done.
@@ -192,12 +198,20 @@ class CcxtVenue:
             return report
 
     def orders(self, since_ms: int) -> list[OrderReport]:
-        found = []
-        for symbol in self.symbols:
+        return [report for symbol in self.symbols for report in self._orders_of(symbol, since_ms)]
+
+    def _orders_of(self, symbol: str, since_ms: int) -> list[OrderReport]:
+        """Page by page, as a page shows the oldest first. Each begins at the moment at which the one before ends."""
+        found: dict[str, OrderReport] = {}
+        while True:
             answer = self._read(self.client.fetch_orders, symbol, since_ms, self.traits.page)
             with self._understood("orders"):
-                found += [self._report(order, symbol) for order in answer]
-        return found
+                found |= {str(order["id"]): self._report(order, symbol) for order in answer}
+                if len(answer) < self.traits.page:
+                    return list(found.values())
+                before, since_ms = since_ms, int(answer[-1]["timestamp"])
+                if since_ms <= before:
+                    raise ValueError("more orders in one moment than in a page")
 
     def cancel(self, client_id: str, symbol: str) -> None:
         try:

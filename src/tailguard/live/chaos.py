@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from tailguard.live.bar_history import LiveBar
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig
 from tailguard.live.journal import read_records
+from tailguard.live.orders import OrderConfig, Style
 from tailguard.live.session import Killed, Session
 from tailguard.live.simulation import RandomWeights, ReplayedMarket, World
 
@@ -95,11 +96,15 @@ class Chaos:
         self.liquidation_rate = 0.02 if self.draw.random() < 0.15 else 0.0
         self.bar_fault_rate = 0.1 if self.draw.random() < 0.5 else 0.0
         assets = replayed.panel.assets
+        # A generator of its own: a style changes no other draw.
+        style = np.random.default_rng((seed, 1)).choice(["immediate", *get_args(Style)])
+        self.orders = OrderConfig(str(style), spread_s=60.0, slices=3)  # type: ignore[arg-type]
         self.world = World(
             folder,
             replayed,
             lambda: RandomWeights(assets),
             guards=GUARDS,
+            orders=self.orders,
             faults=Faults(FaultRates(**rates), seed=seed),
             crash_point=self.point,
         )
@@ -239,8 +244,10 @@ class Chaos:
         taken = Counter(
             (intents[name]["bar"], intents[name]["symbol"]) for name in accepted if not intents[name]["flatten"]
         )
-        if any(count > 1 for count in taken.values()):
-            wrong.append("two orders of one bar and symbol were accepted")
+        most = {"limit_then_market": 2, "twap": self.orders.slices}.get(self.orders.style, 1)
+        if any(count > most for count in taken.values()):
+            wrong.append("too many orders of one bar and symbol were accepted")
+        self._check_quantities(intents)
         self._check_positions(records)
         for first, last in self.tripped:
             if any(not intents[name]["flatten"] for name in sends[first:last]):
@@ -252,6 +259,23 @@ class Chaos:
         self.outcome.counts.update(
             {"accepted orders": len(accepted), "decisions": len(bars), "strangers": self.strangers}
         )
+
+    def _check_quantities(self, intents: dict[str, dict[str, Any]]) -> None:
+        """No bar trades more of a symbol than was decided: the first order's quantity, times the slices of a twap."""
+        orders, lots = self.world.venue.books.orders, self.world.venue.rules
+        parts = self.orders.slices if self.orders.style == "twap" else 1
+        decided: dict[tuple[int, str], Decimal] = {}
+        traded = Counter[tuple[int, str]]()
+        for name, intent in intents.items():
+            if not intent["flatten"]:
+                key = intent["bar"], intent["symbol"]
+                # Slices of whole lots differ by one.
+                slack = (parts - 1) * lots[intent["symbol"]].lot
+                decided.setdefault(key, parts * abs(Decimal(intent["quantity"])) + slack)
+                filled = abs(Decimal(orders[name]["filled"])) if name in orders else Decimal(0)
+                traded[key] += filled  # type: ignore[assignment]
+        if any(traded[key] > most for key, most in decided.items()):
+            self.outcome.wrong.append("a bar has traded more than was decided")
 
     def _check_positions(self, records: list[dict[str, Any]]) -> None:
         world, state, wrong = self.world, self.session.ledger.state, self.outcome.wrong

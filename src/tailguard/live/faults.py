@@ -8,7 +8,15 @@ from decimal import Decimal
 
 import numpy as np
 
-from tailguard.live.venue import OrderReport, OrderRequest, OutcomeUnknown, RateLimited, Refused, ServerFailed
+from tailguard.live.venue import (
+    OrderReport,
+    OrderRequest,
+    OutcomeUnknown,
+    RateLimited,
+    Refused,
+    ServerFailed,
+    VenueError,
+)
 
 LONGEST_SILENCE = 40
 """Calls that a disconnection lasts, at most."""
@@ -158,7 +166,7 @@ class Faults:
     def _try(self, accept: Callable[[OrderRequest, int], OrderReport], order: OrderRequest, now: int) -> None:
         try:
             accept(order, now)
-        except Refused:
+        except VenueError:
             return
 
     def _happens(self, name: str) -> bool:

@@ -78,10 +78,12 @@ class Guards:
     def unit(self) -> float:
         return self.capital * self.leverage
 
-    def order(self, notional: float, equity: float, state: LiveState, now: int) -> Breach | None:
-        """Whether an order that increases a position may be sent; `equity` in money."""
+    def order(self, notional: float, equity: float, state: LiveState, now: int, planned: float = 0.0) -> Breach | None:
+        """Whether an order that increases a position may be sent; `equity` in money. `planned`: notional of the other
+        orders of this bar, which have not been sent. What open orders may still trade counts, too."""
         config = self.config
-        hour, day = (state.traded_since(now - span) + notional for span in (HOUR_MS, DAY_MS))
+        planned += sum(each.unfilled_notional for each in state.open_intents) + notional
+        hour, day = (state.traded_since(now - span) + planned for span in (HOUR_MS, DAY_MS))
         for guard, value, limit in (
             ("order_notional", notional, config.order_notional * self.unit),
             ("hour_notional", hour, config.hour_notional * self.unit),
@@ -133,7 +135,11 @@ class Guards:
 
     def is_stale(self, bar: LiveBar, now: int) -> bool:
         """Whether the bar is too old to trade on."""
-        return now - bar.close_ms(self.bar_ms) > self.config.bar_age * self.bar_ms
+        return now - bar.close_ms(self.bar_ms) > self.longest_age_ms
+
+    @property
+    def longest_age_ms(self) -> float:
+        return self.config.bar_age * self.bar_ms
 
     def price(self, symbol: str, decided: float, price: float) -> Breach | None:
         """Whether the venue's price is that of the bars."""

@@ -3,7 +3,8 @@
 One JSON object a line. Each has the SHA-256 of itself and of the line before, so a changed, removed or inserted line
 breaks the chain. A line is on disk before `append` returns. A process killed in the middle of a line leaves a torn last
 line, which is removed when the journal is opened again: nothing was done that it describes, because actions follow
-their line.
+their line. Where the disk refuses a line, its beginning is removed and the journal takes no other: nobody knows then
+what the disk has kept.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from tailguard.errors import TailguardError
 from tailguard.places import lock, sync_folder
@@ -24,7 +26,7 @@ Record = Mapping[str, Any]
 
 
 class JournalError(TailguardError):
-    """A journal that was changed, or that another process is writing."""
+    """A journal that was changed, that another process is writing, or that the disk refuses."""
 
 
 def nowhere(_: str) -> None:
@@ -42,7 +44,9 @@ class Journal:
         self.path, self.sync, self.crash_point = path, sync, crash_point
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
-        self._file: BinaryIO = path.open("ab")
+        # Unbuffered: what a failed write leaves in a buffer would be written later.
+        self._file = path.open("ab", buffering=0)
+        self._failure: OSError | None = None
         if not lock(self._file.fileno()):
             self._file.close()
             raise JournalError(f"{path}: another process is trading with this journal; stop it first")
@@ -55,6 +59,8 @@ class Journal:
         except JournalError:
             self._file.close()
             raise
+        self._size = os.fstat(self._file.fileno()).st_size
+        """Bytes of whole lines."""
         if is_new and sync:
             sync_folder(path.parent)
 
@@ -70,16 +76,37 @@ class Journal:
         record["hash"] = _digest(record)
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         half = len(line) // 2
-        self._file.write(line[:half])
-        self._file.flush()
+        with self._whole_or_nothing():
+            self._write(line[:half])
         self.crash_point("torn append")
-        self._file.write(line[half:])
-        self._file.flush()
-        if self.sync:
-            os.fsync(self._file.fileno())
+        with self._whole_or_nothing():
+            self._write(line[half:])
+            if self.sync:
+                os.fsync(self._file.fileno())
+        self._size += len(line)
         self.head = record["hash"]
         self.crash_point("after append")
         return record
+
+    def _write(self, content: bytes) -> None:
+        while content:
+            content = content[self._file.write(content) :]
+
+    @contextmanager
+    def _whole_or_nothing(self) -> Iterator[None]:
+        """Remove the beginning of a line that the disk refuses, and take no other line."""
+        if self._failure is None:
+            try:
+                yield
+                return
+            except OSError as error:
+                self._failure = error
+                with suppress(OSError):
+                    os.ftruncate(self._file.fileno(), self._size)
+        raise JournalError(
+            f"{self.path}: a line could not be written: {self._failure}. Trading has ended, and nothing was done that "
+            "is not in the journal. Make room on a disk that works and start again"
+        )
 
     def close(self) -> None:
         self._file.close()

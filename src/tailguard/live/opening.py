@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
@@ -138,10 +138,11 @@ def open_session(
             decider,
             journal,
             clock,
-            KillSwitch(layout.kill_path),
+            kill_switch(layout, mode),
             venue=venue,
             shadow=SimulatedAccount(decider) if venue is None else None,
             about=about,
+            stop=stop,
         )
     except BaseException:
         journal.close()
@@ -152,6 +153,12 @@ def open_session(
         else ReplaySource(bars, after, clock, where.seconds_per_bar)
     )
     return OpenedSession(session, source, _terms(where, terms, session, about))
+
+
+def kill_switch(layout: RunLayout, mode: Mode) -> KillSwitch:
+    """The switch of the run's session in a mode."""
+    others = tuple(layout.mode_kill_path(each) for each in get_args(Mode) if each != mode)
+    return KillSwitch(layout.mode_kill_path(mode), layout.kill_path, others)
 
 
 def _terms(where: LiveSource, terms: LiveTerms | None, session: Session, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,8 +178,10 @@ def _terms(where: LiveSource, terms: LiveTerms | None, session: Session, about: 
 def _check_mode(mode: Mode, where: LiveSource, terms: LiveTerms | None) -> None:
     if mode == "paper" and where.exchange is not None and where.venue is None:
         raise ConfigError(
-            "--mode paper replays bars; leave out --exchange, or name a paper venue with --venue. An exchange is "
-            "followed with --mode shadow"
+            f"--mode paper --exchange {where.exchange}: nobody knows how an order would have traded at an exchange "
+            "that never got it. Follow the exchange without orders: --mode shadow. Or rehearse orders on past bars: "
+            "tailguard venue RUN in another terminal, and here --mode paper --venue with the address that it prints; "
+            "tailguard data fetch gets such bars of the exchange, and --data replays them"
         )
     if where.venue is not None and where.exchange != EXCHANGE:
         raise ConfigError(f"--venue stands for {EXCHANGE}; leave out --exchange")

@@ -41,6 +41,8 @@ from tailguard.validate import check_count, check_range
 
 PREFIX = "tg"
 """Client ids begin with it: it marks an order as ours."""
+LONGEST_RETRY_S = 60.0
+"""Longest pause between two questions while the venue does not answer."""
 PAUSE_STEP_S = 5.0
 """Longest sleep at once while the venue wants a pause and nothing is sent anyway."""
 
@@ -64,7 +66,7 @@ class OrderConfig:
     patience_s: float = 60.0
     """Longest wait for an outcome before it is left to the next reconciliation."""
     poll_s: float = 1.0
-    """Pause between two questions."""
+    """Pause between two questions; it doubles with each that gets no answer, up to a minute."""
     visible_s: float = 3.0
     """Time after which the venue shows an order that it has taken, beyond its receive window."""
 
@@ -171,6 +173,12 @@ class OrderDesk:
         self.config, self.run, self.crash_point = config, run, crash_point
         self.clock_offset = 0
         """The venue's clock less ours, milliseconds."""
+        self.listed_ms: int | None = None
+        """Time of the last complete list of orders, by the venue's clock; None in a new process."""
+        self.cancelled: set[str] = set()
+        """Orders that were withdrawn after the kill switch had been tripped."""
+        self._failures = 0
+        """Questions without an answer since the last one that had one."""
 
     def sync_clock(self) -> None:
         """Measure the venue's clock; a journalled alarm where it is far from ours."""
@@ -179,6 +187,26 @@ class OrderDesk:
         if abs(offset - self.clock_offset) > self.venue.receive_window_ms // 2:
             self.ledger.record("alarm", guard="clock", message=f"the venue's clock is {offset / 1000:+.1f} s from ours")
         self.clock_offset = offset
+
+    def failed(self, error: Exception) -> None:
+        """A question got no answer: the next one waits longer."""
+        self._failures += 1
+        self._error(error)
+
+    def answered(self) -> None:
+        self._failures = 0
+
+    @property
+    def retry_s(self) -> float:
+        """Pause before the next question."""
+        doubled = self.config.poll_s * 2.0 ** min(max(self._failures - 1, 0), 10)
+        return min(doubled, LONGEST_RETRY_S)
+
+    @property
+    def cancelled_now(self) -> int:
+        """Orders that the kill switch has withdrawn before they were filled."""
+        intents = [self.ledger.state.intents[name] for name in self.cancelled]
+        return sum(not each.is_open and each.filled != each.quantity for each in intents)
 
     def has_unknown(self, symbol: str) -> bool:
         """Whether an order of the symbol has an unknown outcome."""
@@ -231,7 +259,7 @@ class OrderDesk:
         try:
             price = self.venue.prices()[wanted.symbol]
         except OutcomeUnknown as error:
-            self._error(error)
+            self.failed(error)
             return None
         breach = self.guards.price(wanted.symbol, wanted.price, price)
         if breach is None:
@@ -308,13 +336,13 @@ class OrderDesk:
             try:
                 self.sync_clock()
             except OutcomeUnknown as unknown:
-                self._error(unknown)
+                self.failed(unknown)
             return True
         except Refused as error:
             self._refused(intent, error)
             return False
         except OutcomeUnknown as error:
-            self._error(error)
+            self.failed(error)
             self.crash_point("outcome unknown")
             self.settle(intent)
             return False
@@ -330,12 +358,14 @@ class OrderDesk:
         """Leave an order open for its time, unless the kill switch is tripped or its bar grows old."""
         until = self.clock.now() + round(1000 * wanted.seconds)
         while intent.is_open and self.clock.now() < until and self._may_wait(wanted) and wanted.is_fresh():
-            self.clock.sleep(min(self.config.poll_s, (until - self.clock.now()) / 1000))
+            asked_at = min(until, self.clock.now() + round(1000 * self.retry_s))
+            self._wait(wanted, asked_at, self.config.poll_s)
             try:
                 report = self.venue.find(intent.client_id, intent.symbol)
             except (OutcomeUnknown, Refused) as error:
-                self._error(error)
+                self.failed(error)
                 continue
+            self.answered()
             if report is not None:
                 self.report(intent, report)
 
@@ -353,14 +383,18 @@ class OrderDesk:
                     if report.open:
                         # Its time is over. It is withdrawn, and asked for again.
                         self.venue.cancel(intent.client_id, intent.symbol)
+                        if self.kill.is_tripped():
+                            self.cancelled.add(intent.client_id)
                 elif has_passed:
                     self._close(intent, "lost: the venue never took it")
+                self.answered()
             except (OutcomeUnknown, Refused) as error:
-                self._error(error)
+                self.failed(error)
             if intent.is_open:
-                if self.clock.now() >= deadline:
+                left = deadline - self.clock.now()
+                if left <= 0:
                     return
-                self.clock.sleep(self.config.poll_s)
+                self.clock.sleep(min(self.retry_s, left / 1000))
 
     def report(self, intent: Intent, report: OrderReport) -> None:
         """Take in what the venue says of an order; a report that is older than what is known changes nothing."""

@@ -23,12 +23,14 @@ from tailguard.live.books import Books, BookStore, Order
 from tailguard.live.faults import Faults
 from tailguard.live.venue import (
     Clock,
+    DuplicateOrder,
     ForcedTrade,
     Instrument,
     OrderReport,
     OrderRequest,
     Refused,
     VenueAccount,
+    VenueError,
     WrongClock,
 )
 from tailguard.market.account import Account, liquidate, margin_excess, revalue
@@ -140,7 +142,7 @@ class PaperVenue:
     def pass_time(self, now: int) -> None:
         """Take requests that were under way, and close every bar that has ended."""
         for moment, request in self.faults.arrived(now):
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(VenueError):
                 self._accept(request, moment)
         books, times = self.books, self.panel.time
         before = books.row, books.closed
@@ -235,7 +237,7 @@ class PaperVenue:
         if self.books.closed:
             raise Refused("the market is closed")
         if order.client_id in self.books.orders:
-            raise Refused("duplicate client id")
+            raise DuplicateOrder("duplicate client id")
         rules = self.rules.get(order.symbol)
         if rules is None:
             raise Refused(f"unknown symbol {order.symbol}")

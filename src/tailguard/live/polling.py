@@ -34,7 +34,10 @@ class PollingSource:
     poll_s: float = 1.0
     """Pause between two questions for a bar that has closed."""
     nap_s: float = 1.0
-    """Longest wait at once before it closes, so that a stop and the kill switch are seen at once."""
+    """Longest wait at once, so that a stop and the kill switch are seen at once."""
+    longest_pause_s: float = 60.0
+    """Longest pause while the exchange does not answer: pauses double with each failure."""
+    _failures: int = 0
 
     def next_bar(self) -> LiveBar | None:
         """Wait for the next closed bar; None once a stop is asked for."""
@@ -49,16 +52,24 @@ class PollingSource:
             if bar is not None:
                 self.after_ms = bar.time_ms
                 return bar
-            self.clock.sleep(self.poll_s)
+            self._pause()
         return None
+
+    def _pause(self) -> None:
+        longest = max(self.poll_s, self.longest_pause_s)
+        until = self.clock.now() + round(1_000 * min(self.poll_s * 2 ** min(max(self._failures - 1, 0), 10), longest))
+        while (left := until - self.clock.now()) > 0 and not self.stop():
+            self.clock.sleep(min(left / 1_000, self.nap_s))
 
     def _asked(self, wanted: int) -> LiveBar | None:
         step = self.exchanges[0].step
         try:
             found = {each.symbol: {row[0]: row for row in each.closed_since(wanted)} for each in self.exchanges}
         except FetchError as error:
+            self._failures += 1
             self.alarm(str(error))
             return None
+        self._failures = 0
         common = sorted(set.intersection(*(set(rows) for rows in found.values())))
         # A bar that is missing for a whole bar length after its close will not come: what follows is a gap.
         if not common or (common[0] > wanted and self.clock.now() < wanted + 2 * step):

@@ -14,6 +14,9 @@ from tailguard.live.orders import PREFIX, OrderDesk
 from tailguard.live.session_state import DAY_MS, ZERO, divide_position
 from tailguard.live.venue import VenueAccount
 
+OVERLAP_MS = 600_000
+"""How far before the last list of orders the next one begins: an exchange may show an order late."""
+
 
 def reconcile(desk: OrderDesk) -> VenueAccount:
     """Bring the books in line with the venue; raises `OutcomeUnknown` while it cannot be asked."""
@@ -21,7 +24,11 @@ def reconcile(desk: OrderDesk) -> VenueAccount:
     for intent in state.open_intents:
         desk.settle(intent)
     started = 0 if state.started is None else int(state.started["time"]) + desk.clock_offset
-    for report in venue.orders(max(venue.time() - DAY_MS, started)):
+    now = venue.time()
+    # An order whose outcome is known does not change, and what was listed is known. A new process looks back a day.
+    since = now - DAY_MS if desk.listed_ms is None else desk.listed_ms - OVERLAP_MS
+    since = min([since, *(intent.sent_ms - OVERLAP_MS for intent in state.open_intents)])
+    for report in venue.orders(max(since, started)):
         known = state.intents.get(report.client_id)
         if known is not None:
             desk.report(known, report)
@@ -30,6 +37,7 @@ def reconcile(desk: OrderDesk) -> VenueAccount:
         ):
             message = f"{report.symbol}: the order {report.client_id} is not in the journal"
             ledger.record("freeze", guard="unknown_order", message=message)
+    desk.listed_ms = now
     for trade in venue.forced_trades(state.forced):
         if trade.symbol in state.ours:
             ledger.record("forced", number=trade.number, symbol=trade.symbol, quantity=str(trade.quantity))

@@ -69,11 +69,13 @@ def moved_text(symbol: str, found: dict[str, Any], most: int = 3) -> str:
 
 
 def _alarms(view: View) -> list[Text]:
-    lines = [Text(f"{guard}: {message}", style="bold red") for guard, message in view["frozen"].items()]
+    since = {guard: f" (since {moment(time_ms)} UTC)" for guard, time_ms in view["since"].items()}
+    lines = [Text(f"{guard}: {message}{since[guard]}", style="bold red") for guard, message in view["frozen"].items()]
     if lines:
         lines.insert(0, Text(f"increases are frozen until a person runs {view['command']}", style="red"))
     if view["killed"] is not None:
-        lines.insert(0, Text(f"killed: {view['killed']}", style="bold red"))
+        lines.insert(0, Text(f"killed: {view['killed']}{since['kill']}", style="bold red"))
+        lines.append(Text(f"nothing is sent until a person runs {view['command']}", style="red"))
     return lines
 
 

@@ -5,9 +5,11 @@ Without a venue the session is a shadow: the account is simulated, and nothing i
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Protocol
 
 from tailguard.errors import ConfigError, TailguardError
@@ -23,7 +25,13 @@ from tailguard.live.stake import describe
 from tailguard.live.venue import Clock, OutcomeUnknown, Venue, VenueAccount
 
 FLATTEN_ROUNDS = 20
-"""Attempts at closing a position for a kill, as when each is filled in part."""
+"""Attempts at closing a position for a kill, as when each is filled in part. A venue that does not answer is waited
+for, however long it takes."""
+
+
+def increases(held: Decimal, quantity: Decimal) -> bool:
+    """Whether an order makes a position larger, or reverses it."""
+    return abs(held + quantity) > abs(held) or held * (held + quantity) < 0
 
 
 class Killed(TailguardError):
@@ -77,11 +85,13 @@ class Session:
         shadow: ShadowAccount | None = None,
         about: dict[str, Any] | None = None,
         crash_point: Callable[[str], None] = nowhere,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`stop`: whether a person wants the session to end; long waits for the venue ask it."""
         if (venue is None) == (shadow is None):
             raise ValueError("a session has a venue or a shadow account")
         self.config, self.decider, self.clock, self.kill = config, decider, clock, kill
-        self.venue, self.shadow = venue, shadow
+        self.venue, self.shadow, self.stop = venue, shadow, stop
         self.ledger = Ledger(journal, clock.now)
         self.guards = Guards(config.guards, config.capital, config.leverage, config.bar_ms)
         self.desk = (
@@ -93,6 +103,8 @@ class Session:
         """The venue's, as last seen."""
         self.is_confirmed = config.mode != "live"
         """Whether a person has agreed to what this session will do."""
+        self._skipping: str | None = None
+        """Why the last bars were not traded on; each reason is told once until it ends."""
         if self.ledger.state.started is None:
             self.ledger.record(
                 "start",
@@ -129,6 +141,7 @@ class Session:
         if state.bars:
             self.decider.read(*state.bars)
             self.decider.restore(state.decisions)
+            state.forget_bars()
         last = state.last_decision
         if self.shadow is not None and last is not None:
             self.shadow.restore(last["equity"], last["weights"])
@@ -145,7 +158,7 @@ class Session:
         if state.bars and (last is None or last["bar"] != state.bars[-1].time_ms):
             # The process ended between a bar and its decision.
             self._decide(state.bars[-1])
-        elif last is not None and can_trade:
+        elif last is not None and can_trade and not self.guards.is_stale(state.bars[-1], self.clock.now()):
             self._trade(state.bars[-1], last["target"])
         self.obey_kill()
 
@@ -175,14 +188,22 @@ class Session:
                 self.ledger.record("kill", message=self.kill.message(), flatten=wants_flat)
         if state.killed is None:
             return
-        # A file that was deleted by hand does not release anything.
-        self.kill.trip(state.killed, flatten=state.flatten_due)
+        # A file that was deleted by hand does not release anything. The journal holds the kill without it, too.
+        with contextlib.suppress(OSError):
+            self.kill.trip(state.killed, flatten=state.flatten_due)
         if self.desk is not None:
             for intent in state.open_intents:
                 self.desk.settle(intent)
             if state.flatten_due:
                 self._flatten()
         held = {symbol: plain(size) for symbol, size in state.ours.items() if size}
+        self.ledger.record(
+            "settled",
+            simulated=self.desk is None,
+            cancelled=0 if self.desk is None else self.desk.cancelled_now,
+            in_flight=len(state.open_intents),
+            positions={symbol: f"{state.ours[symbol].normalize():+f}" for symbol in held},
+        )
         raise Killed(
             f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "
             "with --release"
@@ -203,6 +224,7 @@ class Session:
                 return  # it is missing from now on, and what follows is a gap
         self.ledger.record("bar", **bar.to_dict())
         self.decider.read(bar)
+        state.forget_bars()
         self._decide(bar)
         self.obey_kill()
 
@@ -234,6 +256,8 @@ class Session:
         self.ledger.record("decision", bar=bar.time_ms, **content)
         if can_trade:
             self._trade(bar, content["target"])
+        elif not self.kill.is_tripped():
+            self._skip("venue", f"no orders: the venue has not answered for {self.config.orders.patience_s:g} s")
         # Last, so that no order waits for it.
         moved = None if content["flat"] else self.decider.explain(account)
         if moved is not None:
@@ -258,24 +282,37 @@ class Session:
             try:
                 self.desk.sync_clock()
                 self.account = reconcile(self.desk)
+                self.desk.answered()
                 return True
             except OutcomeUnknown as error:
-                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
-            if self.clock.now() >= deadline or self.kill.is_tripped():
+                self.desk.failed(error)
+            if self.clock.now() >= deadline or self.kill.is_tripped() or self.stop():
                 return False
-            self.clock.sleep(self.config.orders.poll_s)
+            self._wait(min(deadline, self.clock.now() + round(1000 * self.desk.retry_s)), self.kill.is_tripped)
+
+    def _wait(self, until_ms: int, is_over: Callable[[], bool]) -> None:
+        """Wait in steps, so that a person is heard."""
+        while (left := until_ms - self.clock.now()) > 0 and not (is_over() or self.stop()):
+            self.clock.sleep(min(left / 1000, self.config.orders.poll_s))
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def _trade(self, bar: LiveBar, target: list[float]) -> None:
         """Send the orders of a decision, reductions first, while its bar is fresh."""
-        if self.desk is None or self.venue is None or self.guards.is_stale(bar, self.clock.now()):
+        if self.desk is None or self.venue is None:
+            return
+        if self.guards.is_stale(bar, self.clock.now()):
+            age, most = self.clock.now() - bar.close_ms(self.config.bar_ms), self.guards.longest_age_ms
+            message = f"no orders: the bar closed {age / 1000:g} s ago, and guards.bar_age allows {most / 1000:g} s"
+            self._skip("bar_age", message)
             return
         try:
             prices = dict(self.venue.prices())
         except OutcomeUnknown as error:
-            self.ledger.record("error", message=f"{type(error).__name__}: {error}")
+            self.desk.failed(error)
+            self._skip("venue", f"no orders: the venue has not told its prices: {error}")
             return
+        self._skipping = None
         state, rules = self.ledger.state, self.venue.instruments()
         equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
         equity = min(equity, self.config.ceiling)
@@ -284,31 +321,38 @@ class Session:
             breach = self.guards.price(symbol, close, prices[symbol])
             if breach is not None:
                 self._freeze(breach)
-        sized = []
-        for symbol, weight in zip(self.config.symbols, target, strict=True):
-            held, price = state.ours[symbol], prices[symbol]
-            quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=bool(state.frozen))
-            reduces = abs(held + quantity) <= abs(held) and held * (held + quantity) >= 0
-            if not reduces:
-                breach = self.guards.order(abs(float(quantity)) * price, equity, state, self.clock.now())
-                if breach is not None:
-                    self._freeze(breach)
-                    quantity = size_order(weight, equity, held, price, rules[symbol], reduce_only=True)
-                    reduces = True
-            sized.append((not reduces, symbol, quantity))
-        for increases, symbol, quantity in sorted(sized):
+        weights = dict(zip(self.config.symbols, target, strict=True))
+
+        def sized(symbol: str) -> Decimal:
+            held, price, rule = state.ours[symbol], prices[symbol], rules[symbol]
+            return size_order(weights[symbol], equity, held, price, rule, reduce_only=bool(state.frozen))
+
+        quantities = {symbol: sized(symbol) for symbol in weights}
+        notional = {symbol: abs(float(quantity)) * prices[symbol] for symbol, quantity in quantities.items()}
+        rising = {symbol for symbol, quantity in quantities.items() if increases(state.ours[symbol], quantity)}
+        # All orders of the bar count together, those that reduce positions first.
+        planned = sum(notional[symbol] for symbol in weights if symbol not in rising)
+        for symbol in [each for each in weights if each in rising]:
+            breach = self.guards.order(notional[symbol], equity, state, self.clock.now(), planned)
+            if breach is not None:
+                self._freeze(breach)
+                quantities, rising = {each: sized(each) for each in weights}, set()
+                break
+            planned += notional[symbol]
+        count = sum(bool(quantity) for quantity in quantities.values())
+        for symbol in sorted(weights, key=lambda each: (each in rising, each)):
             # A fill of this very bar may have frozen increases.
-            if quantity and not (increases and state.frozen):
+            if quantities[symbol] and not (symbol in rising and state.frozen):
                 self.desk.send(
                     Wanted(
                         bar.time_ms,
                         symbol,
-                        quantity,
+                        quantities[symbol],
                         prices[symbol],
                         rules[symbol],
-                        reduce_only=not increases,
+                        reduce_only=symbol not in rising,
                         is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
-                        seconds=self.config.orders.spread_s / sum(bool(each) for _, _, each in sized),
+                        seconds=self.config.orders.spread_s / count,
                     )
                 )
 
@@ -318,15 +362,18 @@ class Session:
         assert self.venue is not None
         state = self.ledger.state
         bar_ms = state.bars[-1].time_ms if state.bars else 0
-        for _ in range(FLATTEN_ROUNDS):
+        rounds = 0
+        while rounds < FLATTEN_ROUNDS and not self.stop():
             try:
                 self.desk.sync_clock()
                 self.account = reconcile(self.desk)
                 prices, rules = self.venue.prices(), self.venue.instruments()
             except OutcomeUnknown as error:
-                self.ledger.record("error", message=f"{type(error).__name__}: {error}")
-                self.clock.sleep(self.config.orders.poll_s)
+                self.desk.failed(error)
+                self._wait(self.clock.now() + round(1000 * self.desk.retry_s), self.stop)
                 continue
+            self.desk.answered()
+            rounds += 1
             due = {symbol: size for symbol, size in state.ours.items() if size}
             if not due and not state.open_intents:
                 self.ledger.record("flattened")
@@ -346,6 +393,17 @@ class Session:
                             flatten=True,
                         )
                     )
+            if all(state.ours[symbol] == size for symbol, size in due.items()):
+                self.clock.sleep(self.config.orders.poll_s)
+        held = ", ".join(f"{symbol} {plain(size)}" for symbol, size in state.ours.items() if size)
+        left = f"{held} is left" if held else "the outcome of an order is unknown"
+        self.ledger.record("alarm", guard="flatten", message=f"not flat: {left}; it is tried again at the next start")
+
+    def _skip(self, reason: str, message: str) -> None:
+        """No orders for this bar: an alarm, once for all bars that follow each other."""
+        if self._skipping != reason:
+            self.ledger.record("alarm", guard=reason, message=message)
+            self._skipping = reason
 
     def _freeze(self, breach: Breach) -> None:
         if breach.guard not in self.ledger.state.frozen:

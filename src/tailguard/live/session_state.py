@@ -16,10 +16,10 @@ from tailguard.live.bar_history import LiveBar
 from tailguard.live.equity_curve import EquityCurve
 from tailguard.live.journal import Journal, Record
 
-RECENT = 512
-"""Finished orders that are kept, to recognise news about them."""
 DAY_MS = 86_400_000
 HOUR_MS = 3_600_000
+KEPT_MS = DAY_MS + HOUR_MS
+"""Time for which finished orders are kept, by the venue's clock: longer than a reconciliation looks back."""
 ZERO = Decimal(0)
 
 
@@ -47,6 +47,11 @@ class Intent:
     """Whether the outcome is still unknown or can still change."""
     outcome: str = "sent"
 
+    @property
+    def unfilled_notional(self) -> float:
+        """What it may still trade, at the price that it was sized at."""
+        return float(abs(self.quantity - self.filled)) * self.price
+
 
 @dataclass
 class LiveState:
@@ -54,6 +59,7 @@ class LiveState:
 
     started: Record | None = None
     bars: list[LiveBar] = field(default_factory=list)
+    """Those that the decider has not taken in, and the last one."""
     confirmed: Record | None = None
     """The last terms of live trading that a person has agreed to."""
     decisions: list[Record] = field(default_factory=list)
@@ -63,7 +69,7 @@ class LiveState:
     explanation: Record | None = None
     """What moved the last decision that was explained."""
     intents: dict[str, Intent] = field(default_factory=dict)
-    """Open orders and recent ones, by client id."""
+    """Open orders and those of the last day, by client id."""
     ours: dict[str, Decimal] = field(default_factory=dict)
     """Our positions: what our orders filled, less what the venue or a stranger took from them."""
     foreign: dict[str, Decimal] = field(default_factory=dict)
@@ -72,6 +78,8 @@ class LiveState:
     """Number of the last liquidation that was taken in."""
     frozen: dict[str, str] = field(default_factory=dict)
     """Guards that block every increase of a position, with their messages, until a person releases them."""
+    since: dict[str, int] = field(default_factory=dict)
+    """When each of these guards has tripped, and `kill`."""
     killed: str | None = None
     """Why trading has ended; a person has to release it."""
     flatten_due: bool = False
@@ -150,9 +158,10 @@ class LiveState:
         )
         self.intents[intent.client_id] = intent
         # Those of the current bar stay: the number of an attempt counts them.
-        finished = [name for name, each in self.intents.items() if not each.is_open and each.bar != intent.bar]
-        for name in finished[: max(0, len(self.intents) - RECENT)]:
-            del self.intents[name]
+        old = intent.sent_ms - KEPT_MS
+        for name in [name for name, each in self.intents.items() if each.sent_ms < old]:
+            if not self.intents[name].is_open and self.intents[name].bar != intent.bar:
+                del self.intents[name]
 
     def _on_order(self, record: Record) -> None:
         intent = self.intents[record["id"]]
@@ -177,17 +186,23 @@ class LiveState:
 
     def _on_freeze(self, record: Record) -> None:
         self.frozen[record["guard"]] = record["message"]
+        self.since.setdefault(record["guard"], record["time"])
         self.alarms.append(record)
 
     def _on_kill(self, record: Record) -> None:
         self.killed, self.flatten_due = record["message"], record["flatten"]
+        self.since.setdefault("kill", record["time"])
         self.alarms.append(record)
 
     def _on_flattened(self, _: Record) -> None:
         self.flatten_due = False
 
+    def _on_settled(self, _: Record) -> None:
+        """For a person who has tripped the switch; nothing follows from it."""
+
     def _on_release(self, record: Record) -> None:
         self.frozen.clear()
+        self.since.clear()
         self.killed, self.flatten_due = None, False
         self.errors.clear()
         # The person has seen the drawdown and goes on from here.
@@ -200,6 +215,10 @@ class LiveState:
 
     def _on_alarm(self, record: Record) -> None:
         self.alarms.append(record)
+
+    def forget_bars(self) -> None:
+        """The decider has the bars: all but the last are of no more use here."""
+        del self.bars[:-1]
 
     def traded_since(self, time_ms: int) -> float:
         """Notional traded after this time."""

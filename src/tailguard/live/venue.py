@@ -21,6 +21,10 @@ class OutcomeUnknown(VenueError):
     """No answer, or none that says anything: the venue may or may not have acted."""
 
 
+class DuplicateOrder(OutcomeUnknown):
+    """The venue has an order with this client id: it may be this very one."""
+
+
 class ServerFailed(OutcomeUnknown):
     """The venue answered with an error of its own, and may have acted before it."""
 

@@ -29,6 +29,7 @@ def session_view(session: Session, command: str) -> dict[str, Any]:
         "command": command,
         "killed": state.killed,
         "frozen": dict(state.frozen),
+        "since": dict(state.since),
         "alarms": [_alarm(record, state) for record in reversed(state.alarms)][:ALARMS],
         "orders": [_order(intent) for intent in state.open_intents],
         "decision": None,

@@ -13,7 +13,15 @@ from aiohttp import web
 
 from tailguard.live.paper_exchange import wire
 from tailguard.live.paper_exchange.replayed_exchange import PaperExchange
-from tailguard.live.venue import OrderRequest, OutcomeUnknown, RateLimited, Refused, ServerFailed, WrongClock
+from tailguard.live.venue import (
+    DuplicateOrder,
+    OrderRequest,
+    OutcomeUnknown,
+    RateLimited,
+    Refused,
+    ServerFailed,
+    WrongClock,
+)
 
 LONGEST_WINDOW_MS = 60_000
 MOST_BARS, MOST_ORDERS = 1_500, 1_000
@@ -241,6 +249,8 @@ def _served(
             return _failure(ApiError(429, -1003, f"Too many requests: {error}", wait))
         except Refused as error:
             return _failure(ApiError(400, -2010, f"Order rejected: {error}"))
+        except DuplicateOrder:
+            return _failure(ApiError(400, -4116, "ClientOrderId is duplicated."))
         except ServerFailed as error:
             return _failure(ApiError(503, -1000, str(error)))
         except OutcomeUnknown:
