@@ -33,7 +33,7 @@ class Injection(ExitStack):
 
     def method(self, owner: Any, name: str, broken: Any) -> None:
         """Replace a method of a class, or an attribute of an object or of a module."""
-        if not hasattr(owner, name):
+        if not hasattr(owner, name) and name not in getattr(owner, "__dataclass_fields__", ()):
             raise LookupError(f"{owner} has no {name}: the fault would break nothing")
         self._set(owner, name, broken)
 

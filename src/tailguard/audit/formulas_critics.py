@@ -35,11 +35,12 @@ def quantiles_of(samples: Tensor, count: int) -> Tensor:
     return (ordered[:, ranks - 1] + ordered[:, ranks]) / 2
 
 
-def chain_quantiles(lam: float, seed: int, sweeps: int = 3, steps: int = HORIZON) -> Tensor:
+def chain_quantiles(lam: float, seed: int, sweeps: int = 3, steps: int = HORIZON, rollout: int | None = None) -> Tensor:
     """Quantiles of the return at the start of the chain, fitted to the targets that the installed code makes, [Q].
 
     Each episode carries one sample of the quantile with its number: samples that share their rewards would say little
-    more about the tail than one does.
+    more about the tail than one does. `rollout`: steps after which all samples bootstrap, as where a rollout ends;
+    samples that bootstrap by λ then take the quantiles as they are, as in a learner.
     """
     draw = torch.Generator().manual_seed(seed)
     table = torch.zeros(steps + 1, QUANTILES)
@@ -49,9 +50,14 @@ def chain_quantiles(lam: float, seed: int, sweeps: int = 3, steps: int = HORIZON
         rewards = DRIFT + torch.randn(steps, envs, generator=draw)
         terminated = torch.zeros(steps, envs, dtype=torch.bool)
         terminated[-1] = True
-        successors = bootstrap_samples(table[1:])[:, torch.arange(envs) % QUANTILES].unsqueeze(-1)
+        cut = torch.zeros_like(terminated)
+        spread = bootstrap_samples(table[1:])
+        if rollout is not None:
+            cut[rollout - 1 : -1 : rollout] = True
+            spread = torch.where(cut[:, :1], spread, table[1:])
+        successors = spread[:, torch.arange(envs) % QUANTILES].unsqueeze(-1)
         coins = draw_continuations(successors.shape, lam, draw)
-        targets = sr_lambda_targets(rewards, successors, terminated, torch.zeros_like(terminated), 1.0, coins)
+        targets = sr_lambda_targets(rewards, successors, terminated, cut, 1.0, coins)
         fits = [*(fits if sweep > steps else []), quantiles_of(targets.squeeze(-1), QUANTILES)]
         table[:-1] = torch.stack(fits).mean(0)
     return table[0]
