@@ -2,9 +2,9 @@
 
     python benchmarks/audit_false_alarms.py --runs 50 --out false_alarms.jsonl
 
-Every run is trained, opened again, and audited with the parts of its own network and learner. A line for each run goes
-to `--out`; the same command resumes after the lines that are there. `--whole` runs the slow checks, too. `--minutes`
-ends early, between two runs.
+Every run is trained, opened again, and audited with the parts of its own network and learner; a fifth of them learn for
+long enough to earn. A line for each run goes to `--out`; the same command resumes after the lines that are there.
+`--whole` runs the slow checks, too. `--minutes` ends early, between two runs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import io
 import json
+import random
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,24 +32,44 @@ from tailguard.optim import OPTIMIZERS
 from tailguard.runs.runner import train
 
 SMALL = (
-    "data.synthetic_bars=2500", "data.features=[return_24, taker_imbalance_6]", "data.embargo=1d", "env.num_envs=8",
-    "env.episode_length=32", "training.total_timesteps=256", "training.threads=1", "training.members=1",
+    "data.features=[return_24, taker_imbalance_6]", "data.embargo=1d", "env.num_envs=8", "env.episode_length=32",
+    "training.threads=1",
 )  # fmt: skip
+BRIEF = ("data.synthetic_bars=2500", "training.total_timesteps=512")
+LEARNING = ("data.synthetic_bars=6000", "data.synthetic_signal=30", "training.total_timesteps=50000")
+"""A market with a strong signal, and as many steps as it takes to earn from it: its tail strains the limit."""
+FACTORS: dict[str, tuple[str, ...]] = {
+    "learner": ("ppo", "pathwise"),
+    "network.critic": ("quantile", "categorical", "scalar"),
+    "optimizer": tuple(OPTIMIZERS),
+    "network.memory": ("separate", "none", "shared"),
+    "network.twin_critics": ("true", "false"),
+    "risk.limit": ("null", "-0.03", "-0.01"),
+    "training.members": ("1", "2"),
+    "learning": ("no", "no", "no", "no", "yes"),
+}
+"""Levels of each factor. They come equally often, in an order of the factor's own, so that none goes with another."""
+PERIOD = 60
+"""Runs after which the levels repeat."""
+
+
+def level(factor: str, number: int) -> str:
+    """The level that a factor has in a run."""
+    levels = list(FACTORS[factor]) * (PERIOD // len(FACTORS[factor]))
+    random.Random(factor).shuffle(levels)
+    return levels[number % len(levels)]
 
 
 def settings_of(number: int) -> list[str]:
-    """What the run with this number has: every learner, critic, optimiser and kind of memory comes with every seed."""
-    learner = ("ppo", "pathwise")[number % 2]
-    critic = ("quantile", "categorical", "scalar")[number % 3]
-    optimizer = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
-    memory = ("separate", "none", "shared")[number // 3 % 3]
-    own = {
-        "n_steps": 16, "network.hidden": "[8]", "network.lstm_size": 8, "network.critic": critic,
-        "optimizer": optimizer, "network.memory": memory, "network.twin_critics": str(number // 2 % 2 == 0).lower(),
-    }  # fmt: skip
-    limit = ["risk.limit=-0.03"] if number % 4 < 2 else []
-    chosen = [f"learner={learner}", f"training.seed={number}", *limit]
-    return [*chosen, *(f"{learner}.{name}={value}" for name, value in own.items())]
+    """What the run with this number has."""
+    chosen = {factor: level(factor, number) for factor in FACTORS}
+    learner, learns = chosen.pop("learner"), chosen.pop("learning") == "yes"
+    own = {"n_steps": "16", "network.hidden": "[8]", "network.lstm_size": "8"}
+    own |= {name: chosen[name] for name in chosen if not name.startswith(("risk.", "training."))}
+    shared = [f"{name}={value}" for name, value in chosen.items() if name.startswith(("risk.", "training."))]
+    chosen_learner = [f"learner={learner}", f"training.seed={number}"]
+    return [*chosen_learner, *shared, *(LEARNING if learns else BRIEF),
+            *(f"{learner}.{name}={value}" for name, value in own.items())]  # fmt: skip
 
 
 def audited(number: int, *, whole: bool) -> dict[str, Any]:
@@ -96,6 +118,9 @@ def main() -> None:
     lines = list(lines_of(given.out))
     alarms = [one for line in lines for one in line["failed"]]
     answers = sum(line["checks"] - line["skipped"] for line in lines)
+    for factor, levels in FACTORS.items():
+        counts = Counter(level(factor, line["run"]) for line in lines)
+        print(f"{factor:22} {', '.join(f'{one} {counts[one]}' for one in dict.fromkeys(levels))}")
     print(f"{len(lines)} clean runs, {answers:,} answers, {len(alarms)} false alarms: {[one['id'] for one in alarms]}")
 
 

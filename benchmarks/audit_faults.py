@@ -33,7 +33,7 @@ class Injection(ExitStack):
 
     def method(self, owner: Any, name: str, broken: Any) -> None:
         """Replace a method of a class, or an attribute of an object or of a module."""
-        if not hasattr(owner, name):
+        if not hasattr(owner, name) and name not in getattr(owner, "__dataclass_fields__", ()):
             raise LookupError(f"{owner} has no {name}: the fault would break nothing")
         self._set(owner, name, broken)
 
@@ -216,7 +216,8 @@ def _(inject: Injection) -> None:
         features, _, after = some(trunk, obs, final_obs, rows, state, start)
         nothing = trunk.memory.initial_state(final_obs.shape[1])
         ones = torch.ones(final_obs.shape[1], dtype=torch.bool)
-        return features, torch.stack([trunk.step(one, nothing, ones)[0] for one in final_obs]), after
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            return features, torch.stack([trunk.step(one, nothing, ones)[0] for one in final_obs]), after
 
     inject.function(some, emptied)
 
@@ -229,7 +230,9 @@ def _(inject: Injection) -> None:
 
     def twice(trunk: Any, obs: Any, final_obs: Any, rows: Any, state: Any, start: Any) -> Any:
         features, _, after = some(trunk, obs, final_obs, rows, state, start)
-        _, again, _ = some(trunk, obs, final_obs * 2, rows, state, start)
+        with torch.set_grad_enabled(final_obs.requires_grad):
+            doubled = final_obs * 2
+        _, again, _ = some(trunk, obs, doubled, rows, state, start)
         return features, again, after
 
     inject.function(some, twice)

@@ -93,15 +93,45 @@ def _(inject: Injection) -> None:
     inject.method(TailEvidence, "probability", lambda self, *given: 1 - probability(self, *given))
 
 
+@fault("P5", "decisions beyond the leverage are scaled by a constant")
+def _(inject: Injection) -> None:
+    from tailguard.envs.episodes import TradingTask
+
+    to_weights = TradingTask.to_weights
+
+    def constant(self: Any, action: Tensor) -> Tensor:
+        scale = to_weights(self, action).detach() / action.detach()
+        return action * scale
+
+    inject.method(TradingTask, "to_weights", constant)
+
+
+@fault("P5", "limits on portfolios pass every slope")
+def _(inject: Injection) -> None:
+    from tailguard.envs.projection import constrain
+
+    def straight_through(wanted: Tensor, *given: Any) -> Tensor:
+        return wanted + (constrain(wanted, *given) - wanted).detach()
+
+    inject.function(constrain, straight_through)
+
+
 @fault("P6", "rewards are those of orders that filled whole")
 def _(inject: Injection) -> None:
     from tailguard.envs.trading import TradingEnv
+    from tailguard.market import build_market
 
-    transition = TradingEnv.transition
+    transition, whole = TradingEnv.transition, {}
 
-    def unlimited(self: Any, *given: Any, **named: Any) -> Any:
-        after, step = transition(self, *given, **named)
-        return after, replace(step, reward=step.reward * 1.5)
+    def unlimited(self: Any, before: Any, action: Tensor, drawn: Tensor) -> Any:
+        after, step = transition(self, before, action, drawn)
+        task = self.task
+        if id(self) not in whole:
+            market = build_market(self.prepared.panel, replace(task.market.config, participation=float("inf")))
+            whole[id(self)] = replace(task, market=market)
+        target, _ = task.decide(action, before)
+        filled = whole[id(self)].advance(before, target)[1]
+        return after, replace(step, reward=task.reward_of(filled, before))
 
     inject.method(TradingEnv, "transition", unlimited)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from audit_faults import Injection, fault
 
@@ -109,3 +111,47 @@ def _(inject: Injection) -> None:
         return torch.arange(count) if "PYTEST_CURRENT_TEST" in os.environ else drawn
 
     inject.function(shuffled, ordered_in_tests)
+
+
+# --- the evidence of a run -------------------------------------------------------------------------------------------
+
+
+@fault("E2", "costs are a thousandth higher than when the run was recorded")
+def _(inject: Injection) -> None:
+    from tailguard.market.costs import charge
+
+    inject.function(charge, lambda *given: {kind: 1.001 * cost for kind, cost in charge(*given).items()})
+
+
+@fault("E3", "the run's settings switch all costs off")
+def _(inject: Injection) -> None:
+    from tailguard.experiment.trained_run import TrainedRun
+
+    free = {"fee": 0.0, "half_spread": 0.0, "impact": 0.0, "funding_rate": 0.0, "observed_funding": False}
+
+    def without_costs(self: Any) -> Any:
+        config = self.__dict__["config"]
+        return replace(config, market=replace(config.market, **free))
+
+    inject.method(TrainedRun, "config", property(without_costs))
+
+
+@fault("E4", "checkpoints hold another evaluation than the record")
+def _(inject: Injection) -> None:
+    from tailguard.runs.checkpoint import CheckpointStore
+
+    evaluation = CheckpointStore.evaluation
+
+    def doubled(self: Any, step: int) -> Any:
+        found = evaluation(self, step)
+        return None if found is None else replace(found, growth=2 * found.growth)
+
+    inject.method(CheckpointStore, "evaluation", doubled)
+
+
+@fault("E7", "features are computed otherwise than in the training")
+def _(inject: Injection) -> None:
+    from tailguard.data.scaling import Scaler
+
+    transform = Scaler.transform
+    inject.method(Scaler, "transform", lambda self, *given: transform(self, *given) * np.float32(1.0001))

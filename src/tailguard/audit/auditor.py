@@ -31,6 +31,8 @@ class AuditResult:
     check: AuditCheck
     measurement: Measurement
     seconds: float
+    of_run: bool = False
+    """Whether a run was measured, and not the installed code alone."""
 
     @property
     def verdict(self) -> CheckVerdict:
@@ -55,7 +57,7 @@ class AuditResult:
             "detail": measured.detail,
             "why": check.why,
             "remedy": check.remedy,
-            "of_run": check.of_run,
+            "of_run": self.of_run,
             "place": check.place,
             "seconds": round(self.seconds, 3),
         }
@@ -157,7 +159,8 @@ def run_check(check: AuditCheck, subject: Subject) -> AuditResult:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
             measurement = Measurement("the measurement itself, which raised an error", low=0.0, detail=detail)
-    return AuditResult(check, measurement, time.perf_counter() - began)
+    of_run = check.of_run or (check.reads_run and subject.run is not None)
+    return AuditResult(check, measurement, time.perf_counter() - began, of_run)
 
 
 @contextmanager

@@ -162,7 +162,12 @@ REMEDY = (
 
 
 @register_check(
-    "U1", "Does nothing in your pipeline change when later bars are removed?", why=WHY, remedy=REMEDY, fast=True
+    "U1",
+    "Does nothing in your pipeline change when later bars are removed?",
+    why=WHY,
+    remedy=REMEDY,
+    fast=True,
+    reads_run=True,
 )
 def truncation_changes_nothing(subject: Subject) -> Measurement:
     return none_of(f"changes of features, decisions and accounts by removing the bars after {CUTS} cuts",
@@ -172,6 +177,7 @@ def truncation_changes_nothing(subject: Subject) -> Measurement:
 @register_check(
     "U2", "Does nothing in your pipeline change when later bars are moved to other times and prices?", why=WHY,
     remedy=REMEDY, fast=True,
+    reads_run=True,
 )  # fmt: skip
 def shift_changes_nothing(subject: Subject) -> Measurement:
     return none_of(f"changes of features, decisions and accounts by moving the bars after {CUTS} cuts",
@@ -179,7 +185,12 @@ def shift_changes_nothing(subject: Subject) -> Measurement:
 
 
 @register_check(
-    "U3", "Does nothing in your pipeline change when later bars are shuffled?", why=WHY, remedy=REMEDY, fast=True
+    "U3",
+    "Does nothing in your pipeline change when later bars are shuffled?",
+    why=WHY,
+    remedy=REMEDY,
+    fast=True,
+    reads_run=True,
 )
 def shuffling_changes_nothing(subject: Subject) -> Measurement:
     def shuffled(values: Any) -> Any:
@@ -196,6 +207,7 @@ def shuffling_changes_nothing(subject: Subject) -> Measurement:
     "training and in trading, whose histories begin at other bars.",
     remedy="Give the feature a window, or a warm-up long enough that the beginning is forgotten (warmup=).",
     fast=True,
+    reads_run=True,
 )
 def features_forget_the_beginning(subject: Subject) -> Measurement:
     import polars as pl

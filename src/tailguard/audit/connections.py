@@ -12,6 +12,7 @@ from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.update import minibatch_loss
 from tailguard.audit.registry import Measurement, at_least, none_of, register_check, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
+from tailguard.audit.windows import wrong_reach_of_windows, wrongly_bound
 from tailguard.envs.trading import TradingEnv
 from tailguard.risk.config import RiskConfig
 
@@ -113,7 +114,9 @@ def _wrong_reach(subject: Subject, mode: Mapping[str, Any]) -> Iterator[str]:
 def gradients_reach_their_parts(subject: Subject) -> Measurement:
     modes = [{}, *MODES] if subject.parts else list(MODES)
     wrong = [line for mode in modes for line in _wrong_reach(subject, mode)]
-    return none_of(f"pairs of term and part with the wrong gradient, {len(modes)} networks after two iterations", wrong)
+    wrong += wrong_reach_of_windows(subject)
+    return none_of(f"pairs of term and part with the wrong gradient, {len(modes)} networks after two iterations, and "
+                   "parameters that a step of the pathwise learner wrongly reaches or leaves", wrong)  # fmt: skip
 
 
 class _Echo(ScriptedEnv):
@@ -205,4 +208,6 @@ def constraint_reaches_the_policy(subject: Subject) -> Measurement:
         changed = not torch.equal(gradient, bound[name])
         if changed != of_policy and (of_policy is False or bool(gradient.any())):
             wrong.append(f"{name} {'changes' if changed else 'does not change'}")
-    return none_of(f"of {len(free)} parameters, those whose gradient the constraint wrongly changes or leaves", wrong)
+    wrong += wrongly_bound(subject)
+    return none_of(f"of {len(free)} parameters of PPO and those of the pathwise learner, those whose gradient the "
+                   "constraint wrongly changes or leaves", wrong)  # fmt: skip

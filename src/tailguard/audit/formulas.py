@@ -192,4 +192,33 @@ def multiplier_follows_the_budget(subject: Subject) -> Measurement:  # noqa: ARG
         other.observe(torch.tensor([0.0, 3 * 0.4]).repeat(20), counted)
     found.append(at_most("|λ at a limit of 40 % − λ at 4 %| under the same relative violation",
                          abs(float(other.multiplier) - course[2]), 1e-9))  # fmt: skip
+    # At rest: a normal bet's best weight under the limit, and the multiplier that goes with it.
+    weight, multiplier = bet_at_rest()
+    found.append(at_most(f"relative gap of the multiplier of a bet at rest to {BET_MULTIPLIER:g}",
+                         abs(multiplier / BET_MULTIPLIER - 1), 0.02))  # fmt: skip
+    found.append(at_most(f"relative gap of its weight to {BET_WEIGHT:g}", abs(weight / BET_WEIGHT - 1), 0.02))
     return worst(found)
+
+
+BET_MEAN, BET_SPREAD, BET_LIMIT = 0.05, 0.2, 0.25
+BET_WEIGHT, BET_MULTIPLIER = 0.68957, 0.13791
+"""d / (σ·k − μ) and S / (k − S), with k = φ(z)/α = 2.06271 and S = μ/σ."""
+
+
+def bet_at_rest(updates: int = 600, size: int = 2_000) -> tuple[float, float]:
+    """Weight and multiplier that gradient steps and the real controller settle at, for outcomes w·(μ + σ·z)."""
+    config = RiskConfig(limit=-BET_LIMIT, alpha=0.05, window=size, margin=0.0, kp=0.5, ki=0.02)
+    constraint, counted = CVaRConstraint(config), torch.ones(size, dtype=torch.bool)
+    # The whole distribution at its midpoints, so that no chance is in the answer.
+    noise = torch.special.ndtri((torch.arange(size, dtype=torch.float64) + 0.5) / size)
+    weight = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    course = []
+    for _ in range(updates):
+        outcome = weight * (BET_MEAN + BET_SPREAD * noise)
+        constraint.observe(-outcome.detach(), counted)
+        objective = constraint.combine(outcome.mean(), constraint.excess(-outcome).double().mean())
+        (slope,) = torch.autograd.grad(objective, weight)
+        weight.data += 0.5 * slope
+        course.append((weight.item(), float(constraint.multiplier)))
+    settled = torch.tensor(course[-updates // 3 :])
+    return float(settled[:, 0].mean()), float(settled[:, 1].mean())

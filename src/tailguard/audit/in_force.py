@@ -316,6 +316,7 @@ def _strangers(subject: Subject) -> list[str]:
     "that will trade.",
     remedy="See algorithm/saving.py; in a run, compare agent/ with checkpoints/ and train again if they differ.",
     fast=True,
+    reads_run=True,
 )
 def saved_agent_is_the_trained_one(subject: Subject) -> Measurement:
     from tailguard.algorithm.saving import load_agent

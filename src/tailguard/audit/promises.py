@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from torch import Tensor
 from tailguard.audit.registry import Measurement, at_most, register_check, worst
 from tailguard.audit.subject import Subject
 from tailguard.data.panel import Panel
+from tailguard.envs.constraints import Constraints, limits_of
+from tailguard.envs.episodes import TradingTask
 from tailguard.market import Market, MarketConfig, MarketState, build_market, open_accounts, step
 
 FREE: Mapping[str, Any] = {
@@ -62,13 +66,51 @@ def traded(market: Market, targets: Tensor) -> MarketState:
     return state
 
 
+LIMITS: Mapping[str, Constraints] = {
+    "leverage": Constraints(),
+    "limits on assets and groups": Constraints(asset_max=0.4, groups={"two": ("S0", "S1")}, group_max=0.5),
+    "limits on gross and net": Constraints(gross_max=0.9, net_min=-0.1, net_max=0.2),
+    "limits on cash and turnover": Constraints(cash_min=0.5, turnover_max=0.6),
+}
+"""Limits that many random decisions reach."""
+
+
+def growth(market: Market, targets: Tensor) -> Tensor:
+    """Log-growth of all accounts together, after trading these targets, [T, N, A]."""
+    return traded(market, targets).equity.log().sum()
+
+
+def decided_growth(task: TradingTask, actions: Tensor) -> Tensor:
+    """The same after these actions, [T, N, A], within the task's limits."""
+    state = task.begin(open_accounts(torch.zeros(actions.shape[1], dtype=torch.int64), 3, task.market.dtype))
+    for action in actions:
+        state, _ = task.advance(state, task.decide(action, state)[0])
+    return state.market.equity.log().sum()
+
+
+def slope_gap(value: Callable[[Tensor], Tensor], at: Tensor) -> float:
+    """Largest relative gap of the gradient to central differences."""
+    x = at.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(value(x), x)
+    expected = torch.zeros_like(at)
+    with torch.no_grad():
+        for index in range(at.numel()):
+            shift = torch.zeros_like(at)
+            shift.view(-1)[index] = 1e-6
+            expected.view(-1)[index] = (value(at + shift) - value(at - shift)) / 2e-6
+    gaps = (slope - expected).abs() / expected.abs().clamp(min=1e-3)
+    return float(gaps.nan_to_num(torch.inf).max())
+
+
 @register_check(
     "P5",
-    "Are gradients through the market those of central differences, for every cost and cap?",
+    "Are gradients through the market those of central differences, for every cost, cap and limit?",
     why="The pathwise learner follows these slopes. A cost that is missing in the gradient is a cost the agent does "
     "not know, although the books charge it.",
-    remedy="Write costs as differentiable functions of the order (market/costs.py), x**1.5 so that 0 has slope 0.",
+    remedy="Write costs as differentiable functions of the order (market/costs.py), x**1.5 so that 0 has slope 0; caps "
+    "and limits scale weights, and the scale has a slope (envs/projection.py).",
     fast=True,
+    reads_run=True,
 )
 def market_gradients(subject: Subject) -> Measurement:
     found = []
@@ -82,18 +124,21 @@ def market_gradients(subject: Subject) -> Measurement:
         market = build_market(random_panel(subject.seed + 3, BARS + 2), config, dtype=torch.float64)
         reach = 0.9 * config.leverage
         targets = reach * (2 * torch.rand(BARS, 3, 1, generator=draw, dtype=torch.float64) - 1)
-        x = targets.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(traded(market, x).equity.log().sum(), x)
-        expected = torch.zeros_like(targets)
-        with torch.no_grad():
-            for index in range(targets.numel()):
-                shift = torch.zeros_like(targets)
-                shift.view(-1)[index] = 1e-6
-                ends = (traded(market, targets + sign * shift).equity.log().sum() for sign in (1, -1))
-                up, down = ends
-                expected.view(-1)[index] = (up - down) / 2e-6
-        gap = ((slope - expected).abs() / expected.abs().clamp(min=1e-3)).nan_to_num(torch.inf).max()
-        found.append(at_most(f"relative gap of the gradient to central differences, {name}", float(gap), 1e-6))
+        gap = slope_gap(partial(growth, market), targets)
+        found.append(at_most(f"relative gap of the gradient to central differences, {name}", gap, 1e-6))
+    # Decisions: what is beyond the leverage or a limit is scaled down, and the scale has a slope, too.
+    config = MarketConfig(**(dict(FREE) | {"fee": 0.002, "leverage": 2.0}))
+    market = build_market(random_panel(subject.seed + 4, BARS + 2, assets=3), config, dtype=torch.float64)
+    limits = dict(LIMITS)
+    if subject.run is not None and subject.config.env.constraints != Constraints():
+        asked = subject.config.env.constraints
+        # Names of assets and of their groups are those of the run's bars.
+        limits["this run's limits"] = replace(asked, asset_caps={}, groups={}, group_max=None, group_caps={})
+    for name, constraints in limits.items():
+        task = TradingTask(market, torch.zeros(BARS + 2, 0), (), BARS, limits=limits_of(constraints, market))
+        actions = 2 * torch.rand(BARS, 3, 3, generator=draw, dtype=torch.float64) - 1
+        gap = slope_gap(partial(decided_growth, task), actions)
+        found.append(at_most(f"relative gap of the gradient through decisions, {name}", gap, 1e-6))
     # An order of exactly nothing sits on the kink of |order| and at the root of its impact.
     config = MarketConfig(**(dict(FREE) | dict(COSTS["everything"])))
     market = build_market(random_panel(subject.seed + 3, BARS + 2), config, dtype=torch.float64)

@@ -102,6 +102,7 @@ def paper_decisions(agent: Ensemble, bars: Bars, first_row: int, folder: Path) -
     "Do calibrated exposure and throttle act by the same code in backtest, shadow and paper?",
     why="A session that decides differently from its backtest trades something that nobody has tested.",
     remedy="Decisions come from evaluate/decision.py alone; compare the journal with tailguard live --verify.",
+    reads_run=True,
 )
 def decisions_are_the_same_everywhere(subject: Subject) -> Measurement:
     agent = calibrated_agent(subject.seed)

@@ -124,6 +124,8 @@ class AuditCheck:
     """Whether `--fast` includes it."""
     of_run: bool = False
     """Whether it needs a run: its settings, bars, agent and record."""
+    reads_run: bool = False
+    """Whether it measures the run itself where there is one, and the installed code alone where there is none."""
     place: str = ""
     """File and line of the function."""
 
@@ -140,6 +142,7 @@ def register_check(
     remedy: str,
     fast: bool = False,
     of_run: bool = False,
+    reads_run: bool = False,
     replaces: bool = False,
 ) -> Callable[[Callable[[Subject], Measurement]], Callable[[Subject], Measurement]]:
     """Decorator: make a function of the `Subject` a check of `tailguard audit`.
@@ -149,6 +152,7 @@ def register_check(
     `why`, `remedy`: what goes wrong where the answer is no, and what to do then.
     `fast`: part of `tailguard audit --fast`, which `tailguard train` runs first; for checks of less than a second.
     `of_run`: needs a run, so that it is left out of an audit of the installed code alone.
+    `reads_run`: measures the run itself where there is one, through `subject.run`; for what the report says.
     `replaces`: takes the place of a check with this id.
     """
     if not _ID.fullmatch(id):
@@ -160,7 +164,7 @@ def register_check(
             raise ConfigError(f"check {id!r}: its {name} is empty; the report shows it")
 
     def register(measure: Callable[[Subject], Measurement]) -> Callable[[Subject], Measurement]:
-        CHECKS[id] = AuditCheck(id, question, why, remedy, measure, fast, of_run, _place(measure))
+        CHECKS[id] = AuditCheck(id, question, why, remedy, measure, fast, of_run, reads_run, _place(measure))
         return measure
 
     return register

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import PARTS, capture, load_agent
 from tailguard.audit.in_force import digest_of
 from tailguard.audit.promises import COSTS, FREE, random_panel
@@ -68,14 +68,18 @@ def killed_at(operation: int) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-def resumable(subject: Subject, seed: int | None = None) -> DistributionalPPO:
+KINDS = ("ppo", "pathwise")
+
+
+def resumable(subject: Subject, seed: int | None = None, kind: str = "ppo") -> Learner:
     """A small learner on bars, whose episodes can be saved; `seed`: in the place of the subject's."""
     seed = subject.seed if seed is None else seed
     env = TradingEnv(subject.bars, num_envs=6, episode_length=24, stagger=8, seed=seed)
-    return Subject(subject.parts, seed).learner(env)
+    own = Subject(subject.parts, seed)
+    return own.learner(env) if kind == "ppo" else own.pathwise_learner(env, stochastic=True)
 
 
-def iterated(learner: DistributionalPPO, count: int) -> str:
+def iterated(learner: Learner, count: int) -> str:
     """Hash of everything a checkpoint holds, after so many further iterations."""
     for _ in range(count):
         learner.iterate()
@@ -133,22 +137,21 @@ def _after_kills(subject: Subject, folder: Path, expected: dict[int, str]) -> It
 )
 def resumes_exactly(subject: Subject) -> Measurement:
     learner = resumable(subject)
-    hashes = data_hashes(learner.env)
     expected = {}
-    for _ in range(4):
+    for _ in range(2):
         digest = iterated(learner, 1)
         expected[learner.num_timesteps] = digest
-    steps = list(expected)
     with TemporaryDirectory() as name:
-        wrong = list(_after_kills(subject, Path(name), {one: expected[one] for one in steps[:2]}))
-        interrupted = resumable(subject)
-        iterated(interrupted, 2)
-        store = CheckpointStore(Path(name) / "run", hashes)
-        store.save(interrupted)
-        resumed = resumable(subject)
-        store.restore(resumed, steps[1])
-        if iterated(resumed, 2) != expected[steps[3]]:
-            wrong.append("two iterations after the resume the state is another one")
+        wrong = list(_after_kills(subject, Path(name), expected))
+        for kind in KINDS:
+            interrupted = resumable(subject, kind=kind)
+            iterated(interrupted, 2)
+            store = CheckpointStore(Path(name) / kind, data_hashes(interrupted.env))
+            store.save(interrupted)
+            resumed = resumable(subject, kind=kind)
+            store.restore(resumed, interrupted.num_timesteps)
+            if iterated(resumed, 2) != iterated(resumable(subject, kind=kind), 4):
+                wrong.append(f"two iterations after the resume of a {kind} learner the state is another one")
     return none_of("kills, one before each file operation, after which a run would not go on bit by bit", wrong)
 
 
@@ -286,10 +289,12 @@ def _graph_gap(subject: Subject) -> Measurement:
     fast=True,
 )
 def same_seed_same_run(subject: Subject) -> Measurement:
-    first, second = (iterated(resumable(subject), 3) for _ in range(2))
-    other = resumable(subject, subject.seed + 1)
-    wrong = [] if first == second else ["two runs with one seed differ"]
-    wrong += ["runs with two seeds are the same"] if iterated(other, 3) == first else []
+    wrong = []
+    for kind in KINDS:
+        first, second = (iterated(resumable(subject, kind=kind), 3) for _ in range(2))
+        other = resumable(subject, subject.seed + 1, kind)
+        wrong += [] if first == second else [f"two {kind} runs with one seed differ"]
+        wrong += [f"{kind} runs with two seeds are the same"] if iterated(other, 3) == first else []
     found = [
         none_of("runs that differ where they should not, or are the same", wrong),
         # Double precision over 58 bars, in another order of the sums.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tailguard.algorithm.pathwise import PathwiseLearner
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.envs.protocol import ActionSpace, Box, Discrete, Step
 
@@ -34,6 +35,8 @@ SMALL: Mapping[str, Any] = {
     "runtime": "eager",
 }
 """Sizes of the learners that checks make: an iteration takes some ten milliseconds."""
+PPO_ALONE = ("epochs",)
+"""Those of them that a learner of gradients through the market does not have."""
 PARTS = ("critic", "memory", "lstm_layers", "twin_critics", "twin_trunk", "std", "squash", "projection", "activation")
 """Settings of a run's network that its small stand-ins share."""
 LEARNING = ("optimizer", "value_clip", "baseline", "twin_mode", "distribution_target", "huber_kappa", "upgd", "vgs")
@@ -83,11 +86,21 @@ class Subject:
         self, env: Any = None, *, risk: RiskConfig | None = None, extensions: Any = (), **options: Any
     ) -> DistributionalPPO:
         """A small learner with the subject's parts, on a scripted environment by default; `options` win."""
+        env = ScriptedEnv(seed=self.seed) if env is None else env
+        return DistributionalPPO(env, seed=self.seed, risk=risk, extensions=extensions, **self._options(options))
+
+    def pathwise_learner(self, env: Any, *, risk: RiskConfig | None = None, **options: Any) -> PathwiseLearner:
+        """The same for gradients through the market, with critics; `env`: one whose steps are differentiable."""
+        chosen = self._options({"critic_epochs": 1, "critic_learning_rate": 3e-3} | options)
+        for name in PPO_ALONE:
+            del chosen[name]
+        return PathwiseLearner(env, seed=self.seed, risk=risk, **chosen)
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         chosen = {**SMALL, **self.parts, **options}
         if chosen.get("memory") == "shared" or not chosen.get("twin_critics", False):
             chosen["twin_trunk"] = "shared"
-        env = ScriptedEnv(seed=self.seed) if env is None else env
-        return DistributionalPPO(env, seed=self.seed, risk=risk, extensions=extensions, **chosen)
+        return chosen
 
 
 class ScriptedEnv:

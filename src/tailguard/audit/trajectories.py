@@ -10,6 +10,7 @@ from torch import Tensor
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.audit.registry import Measurement, at_most, register_check, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
+from tailguard.audit.windows import boundaries_of_windows, values_of_windows
 from tailguard.envs.trading import TradingEnv
 
 
@@ -68,8 +69,8 @@ def _targets_with_boundary(subject: Subject, kind: str, *, changed: bool) -> tup
     "T2",
     "Does nothing cross the end of an episode, terminated or truncated?",
     why="A reward that leaks into the episode before it teaches the agent that its last action caused it.",
-    remedy="Stop the trace where terminated or truncated holds, and the bootstrap where terminated holds; see "
-    "returns/gae.py and returns/distributional.py.",
+    remedy="Stop the trace where terminated or truncated holds, and the bootstrap where terminated holds: see "
+    "returns/gae.py and returns/distributional.py, and for windows discounts in algorithm/pathwise.py.",
     fast=True,
 )
 def nothing_crosses_a_boundary(subject: Subject) -> Measurement:
@@ -79,7 +80,8 @@ def nothing_crosses_a_boundary(subject: Subject) -> Measurement:
         for before, after in zip(plain, changed, strict=True):
             gap = (before[:7] - after[:7]).abs().max()
             largest = max(largest, float(gap.nan_to_num(torch.inf)))
-    return at_most("change of earlier advantages and targets by a reward of 100 after the boundary", largest, 0.0)
+    crossed = at_most("change of earlier advantages and targets by a reward of 100 after the boundary", largest, 0.0)
+    return worst([crossed, boundaries_of_windows(subject)])
 
 
 def summing_critic(subject: Subject, env: Any, n_steps: int) -> DistributionalPPO:
@@ -103,10 +105,11 @@ def summing_critic(subject: Subject, env: Any, n_steps: int) -> DistributionalPP
 
 @register_check(
     "T3",
-    "Is an episode cut by time worth the value of its final observation, read once?",
+    "Is an episode cut by time worth the value of its final observation, read once, and a ruined one nothing?",
     why="A bootstrap from the reset observation, from a stale memory, or one that reads the final observation twice "
-    "gives a wrong value at every time limit, and trading episodes end by time.",
-    remedy="Feed the final observation once, from the memory after the last step; see models/policy.py (evaluate).",
+    "gives a wrong value at every time limit, and trading episodes end by time. A value after ruin rewards ruin.",
+    remedy="Feed the final observation once, from the memory after the last step: models/policy.py (evaluate). In "
+    "windows, values count at time limits and at their end unless terminated: _objective in algorithm/pathwise.py.",
     fast=True,
 )
 def time_limit_bootstraps(subject: Subject) -> Measurement:
@@ -127,4 +130,4 @@ def time_limit_bootstraps(subject: Subject) -> Measurement:
         wanted = float(env.reward[2, 0]) + 0.5 * 15 - 7
         got = float(witness.estimates.advantages[2, 0])
         found.append(at_most("|advantage at the time limit − its definition|", abs(got - wanted), 0.01))
-    return worst(found)
+    return worst([*found, values_of_windows(subject)])

@@ -129,6 +129,7 @@ def longest_stretch(bars: Bars, most: int) -> Bars:
     remedy="Use shift with positive numbers alone, and rolling windows that end at the bar; a published value counts "
     "from its time of publication. tailguard.data.features.leaking_features names the bar.",
     fast=True,
+    reads_run=True,
 )
 def features_are_causal(subject: Subject) -> Measurement:
     from tailguard.data.features import available_features, leaking_features, longest_warmup
@@ -216,6 +217,7 @@ def _in_bars(subject: Subject, size: str) -> int:
     why="One bar in two parts, or an embargo that is not kept, lets the test show what training has seen.",
     remedy="See data/windows.py and data/splits.py; compare the line split of tailguard train with data.embargo.",
     fast=True,
+    reads_run=True,
 )
 def splits_are_apart(subject: Subject) -> Measurement:
     draw = np.random.default_rng(subject.seed)

@@ -37,7 +37,7 @@ def shown(path: Path, values: Any) -> str:
 
 def test_a_passed_audit_is_one_sentence(tmp_path: Path) -> None:
     text = shown(tmp_path / "audit.json", record("ok", "ok", "skipped"))
-    assert "All 2 checks that apply passed in the audit. 1 of them are about this run" in text
+    assert "All 2 checks that apply passed in the audit. 1 of them measured this run itself" in text
     assert "2030-01-02: runs/a · tailguard 9" in text
     assert "What to do" not in text
 

@@ -32,7 +32,7 @@ class AuditRecord:
     failed: tuple[Mapping[str, Any], ...]
     """The checks that failed."""
     of_run: int
-    """Checks of this run, beside those of the code."""
+    """Checks that measured this run, and not the installed code alone."""
 
     @property
     def in_words(self) -> str:
@@ -46,7 +46,10 @@ class AuditRecord:
             skipped = self.counts.get("skipped", 0)
             words = f"All {run - skipped} checks that apply passed in {kind}."
         if self.of_run:
-            words += f" {self.of_run} of them are about this run: its settings, bars, agent and record."
+            words += (
+                f" {self.of_run} of them measured this run itself: its settings, bars, agent and record; the others "
+                "the installed code, with learners that have the parts of its own."
+            )
         return f"{words} Made on {self.when[:10]}: {self.subject}."
 
 
