@@ -29,7 +29,7 @@ LARGEST = {
 SIZE = re.compile(rf"(?<![\w.])(?:\w+\.)?({'|'.join(LARGEST)})(=|\(| |: )([\d_]+(?:e\d+)?)\b")
 RENAMED = {"rl_model_8000_steps": "rl_model_256_steps"}
 """Names of files that follow from a size."""
-ELSEWHERE = ("pip", "git", "pre-commit", "tensorboard", "ray", "docker")
+ELSEWHERE = ("pip", "git", "source", "pre-commit", "tensorboard", "ray", "docker")
 """Programs that an example may name and that are not ours."""
 
 
@@ -118,6 +118,8 @@ class Reader:
         if arguments[0] == "population" and "--resume" not in arguments:
             steps = ["--set", "training.total_timesteps=512"]  # a rollout for each round
             return [*arguments, *quick(), *steps, "--members", "2", "--rounds", "2", "--processes", "1"]
+        if arguments[0] == "audit" and "--only" not in arguments:  # all of it is seconds, and tests/audit has each
+            return [*arguments, "--only", "F1", "--only", "T"] if "--fast" in arguments else [*arguments, "--only", "E2"]
         return arguments
 
     def _check_settings(self, arguments: list[str], small: list[str]) -> None:
