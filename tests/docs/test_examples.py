@@ -119,7 +119,9 @@ class Reader:
             steps = ["--set", "training.total_timesteps=512"]  # a rollout for each round
             return [*arguments, *quick(), *steps, "--members", "2", "--rounds", "2", "--processes", "1"]
         if arguments[0] == "audit" and "--only" not in arguments:  # all of it is seconds, and tests/audit has each
-            return [*arguments, "--only", "F1", "--only", "T"] if "--fast" in arguments else [*arguments, "--only", "E2"]
+            return (
+                [*arguments, "--only", "F1", "--only", "T"] if "--fast" in arguments else [*arguments, "--only", "E2"]
+            )
         return arguments
 
     def _check_settings(self, arguments: list[str], small: list[str]) -> None:
