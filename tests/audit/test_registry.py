@@ -209,6 +209,8 @@ def test_sarif_names_files_as_a_code_host_finds_them(
 def test_the_page_shows_failures_first_and_escapes_what_checks_say(own_report: AuditReport) -> None:
     page = audit_page(own_report)
     assert page.index("own.fails") < page.index("Formulas")
+    assert '<table class="sentences">' in page
+    assert "<td>own.fails</td><td>FAIL</td><td>Does it hold?</td>" in page
     assert "&lt;b&gt;row 7&lt;/b&gt;" in page
     assert "<b>row 7" not in page
     assert len(page) < 100_000
