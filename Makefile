@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test test-random test-slow lint types format bench docs clean
+.PHONY: demo test test-random test-slow lint types format bench docs wheel release-check clean
 
 demo: $(STAMP)
 	$(BIN)/tailguard demo
@@ -38,6 +38,15 @@ docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@! grep -rlE '<(script|link|img|iframe)[^>]+(src|href)="(https?:)?//' site --include='*.html'
 
+# From an empty build/: setuptools would put into the wheel what an earlier build left there.
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+# The wheel in a clean environment of every Python: make release-check PYTHONS="python3.11 python3.13"
+release-check: wheel
+	.ci/release-check $(PYTHONS)
+
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Tailguard needs Python 3.11 or newer, and {sys.executable} is {v.major}.{v.minor}. Try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -49,4 +58,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv site runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist site runs .pytest_cache .mypy_cache .ruff_cache

@@ -159,6 +159,7 @@ def kept_tables() -> Iterator[None]:
     from tailguard import plugins
     from tailguard.algorithm.iteration_metrics import ITERATION
     from tailguard.algorithm.loss_terms import LOSS_TERMS
+    from tailguard.audit import CHECKS
     from tailguard.cli import app
     from tailguard.data.features import FEATURES
     from tailguard.evaluate.baselines import BASELINES, PORTFOLIO_BASELINES
@@ -170,13 +171,15 @@ def kept_tables() -> Iterator[None]:
     tables: list[dict[Any, Any]] = [FEATURES, COSTS, CRITICS, OPTIMIZERS, LOSS_TERMS, ITERATION, OWN_RULES, BASELINES]
     tables.append(PORTFOLIO_BASELINES)
     tables.append(plugins._LOADED)
-    before, commands = [dict(table) for table in tables], list(app.registered_commands)
+    before, commands, checks = [dict(table) for table in tables], list(app.registered_commands), set(CHECKS)
     try:
         yield
     finally:
         for table, content in zip(tables, before, strict=True):
             table.clear()
             table.update(content)
+        for name in [name for name in CHECKS if "." in name and name not in checks]:  # others are imported when used
+            del CHECKS[name]
         app.registered_commands[:] = commands
 
 

@@ -16,6 +16,8 @@ import tailguard as tg
 from tailguard.algorithm.iteration_metrics import Snapshot, metric
 from tailguard.algorithm.loss_terms import TermLoss, register_loss_term
 from tailguard.algorithm.update import Batch
+from tailguard.audit import Measurement, at_least, register_check
+from tailguard.audit.subject import Subject
 from tailguard.cli import app
 from tailguard.evaluate.baselines import BuyAndHold, baseline
 from tailguard.market.costs import Cost, Fill, register_cost
@@ -138,6 +140,14 @@ register_alarm(Rule("trades_much", trades_much, "an untrained agent.", patience=
 @baseline("half invested")
 def half_invested(exposure: float, allow_short: bool) -> BuyAndHold:  # noqa: ARG001
     return BuyAndHold(0.5 * exposure)
+
+
+@register_check(
+    "own.duty", "Does the agent pay its duty?", why="It buys.", remedy="Register the cost before training.", of_run=True
+)
+def duty_is_paid(subject: Subject) -> Measurement:
+    paid = tg.backtest(subject.trained.agent, subject.trained.split.test).costs_per_year
+    return at_least("stamp duty a year in the test", paid["stamp_duty"], 1e-6)
 
 
 @app.command("weights")

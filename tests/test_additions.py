@@ -163,6 +163,14 @@ def test_backtests_stress_tests_and_the_report_show_the_parts(home: Path, ppo_ru
         assert name in page, name
 
 
+def test_the_audit_of_a_run_asks_the_plugins_check(home: Path, ppo_run: Path) -> None:
+    command(home, "audit", "runs/ppo", "--only", "own.duty", "--trust-plugins")
+    (check,) = json.loads((ppo_run / "audit.json").read_text())["checks"]
+    assert (check["verdict"], check["measured"]) == ("ok", "stamp duty a year in the test")
+    assert check["number"] > 0
+    assert check["place"].startswith(f"{home / PARTS.name}:")
+
+
 def test_a_run_resumes_with_its_parts(home: Path, ppo_run: Path) -> None:
     copy = home / "runs" / "longer"
     shutil.copytree(ppo_run, copy, symlinks=True)

@@ -11,6 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 import tailguard as tg
+from tailguard.audit.auditor import audit
+from tailguard.audit.subject import Subject
 from tailguard.cli import app
 from tailguard.data.features import FEATURES
 from tailguard.evaluate.baselines import BuyAndHold, standard_baselines
@@ -38,7 +40,7 @@ def test_there_is_an_example_for_every_kind_of_part_in_the_architecture(parts: d
     page = PAGE.with_name("ARCHITECTURE.md").read_text(encoding="utf-8")
     anchors = re.findall(r"\(CONTRIBUTING\.md#([a-z-]+)\)", page)
     assert sorted(anchors) == sorted(heading.lower().replace(" ", "-") for heading in parts)
-    assert len(anchors) == 9
+    assert len(anchors) == 10
 
 
 @pytest.mark.usefixtures("parts")
@@ -80,6 +82,12 @@ def test_the_examples_compute_what_they_say(parts: dict[str, dict[str, Any]]) ->
         expected.append(sum(losses) / len(losses))
     assert critic.loss(output, targets, LossSettings()).tolist() == pytest.approx(expected, rel=1e-5)
     assert set(parts["An optimiser"]) >= {"Momentum", "make_momentum"}
+
+
+@pytest.mark.usefixtures("parts")
+def test_the_audit_asks_the_check() -> None:
+    (result,) = audit(Subject(), fast=True, only=["desk.fee"]).results
+    assert (result.verdict, result.measurement.number, result.measurement.bound) == ("ok", 0.0005, "≥ 0.0004")
 
 
 @pytest.mark.usefixtures("parts")

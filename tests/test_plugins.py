@@ -192,8 +192,8 @@ def test_a_plugin_that_cannot_run_is_one_sentence(tmp_path: Path, code: str, mes
         ("['my module']", r"plugin 'my module': name an importable module"),
         ("[./mine.py, mine.py]", r"plugin mine\.py: the same file as \./mine\.py; name it once"),
         ("[time]", r"plugin time: the module has no file"),
-        ("./mine.py", r"plugins: Input should be a valid tuple, not '\./mine\.py'"),
-        ("[3]", r"plugins.*valid string, not 3"),
+        ("./mine.py", r"plugins: '\./mine\.py' is not a list"),
+        ("[3]", r"plugins.*: 3 is not a text"),
     ],
 )
 def test_wrong_names_are_errors_that_show_the_way_out(

@@ -414,6 +414,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if path.exists() and path.stat().st_size > LARGEST_CONFIG:
             raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; a config has at most {LARGEST_CONFIG:,}")
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file. To begin with all defaults: tailguard config > {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     sections = _parse_yaml(text, str(path))
@@ -533,6 +535,16 @@ def _load_plugins(names: Any, source: str, trust: bool) -> None:
         raise ConfigError(f"{source}: {error}") from error
 
 
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "a text",
+    "tuple": "a list, as [a, b]",
+}
+"""What a setting takes, in words, by the first word of pydantic's type of an error."""
+
+
 def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
     # Pydantic is for the boundary; the numeric core runs without it.
     from pydantic import TypeAdapter, ValidationError
@@ -544,7 +556,8 @@ def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(settings))
-        raise ConfigError(f"{source}: {key}: {first['msg']}, not {_short(first['input'])}") from None
+        wanted = KINDS.get(first["type"].partition("_")[0]) or first["msg"].removeprefix("Input should be ")
+        raise ConfigError(f"{source}: {key}: {_short(first['input'])} is not {wanted}") from None
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from tailguard.audit import CHECKS, Measurement, at_least, at_most, none_of, not
 from tailguard.audit.audit_page import audit_page
 from tailguard.audit.auditor import AuditReport, audit, chosen_checks
 from tailguard.audit.registry import worst
-from tailguard.audit.sarif import to_sarif
+from tailguard.audit.sarif import artifact, to_sarif
 from tailguard.audit.subject import Subject
 from tailguard.errors import ConfigError
 
@@ -104,15 +106,111 @@ def test_sarif_has_a_rule_and_a_result_for_each_check(own_report: AuditReport) -
     ]  # fmt: skip
     for one in results:
         assert rules[one["ruleIndex"]]["id"] == one["ruleId"]
-        place = one["locations"][0]["physicalLocation"]
-        assert place["region"]["startLine"] >= 1
-        assert place["artifactLocation"]["uri"].endswith(".py")
     assert "Repair it." in results[1]["message"]["text"]
+
+
+LOG: dict[str, object] = {
+    "$schema": str,
+    "version!": "2.1.0",
+    "runs!": [
+        {
+            "tool!": {
+                "driver!": {
+                    "name!": str,
+                    "version": str,
+                    "rules": [
+                        {
+                            "id!": str,
+                            "shortDescription": {"text!": str},
+                            "fullDescription": {"text!": str},
+                            "help": {"text!": str},
+                            "defaultConfiguration": {"level": ("none", "note", "warning", "error")},
+                        }
+                    ],
+                }
+            },
+            "invocations": [{"executionSuccessful!": bool, "endTimeUtc": datetime.fromisoformat}],
+            "results": [
+                {
+                    "ruleId": str,
+                    "ruleIndex": range(-1, 1000),
+                    "kind": ("notApplicable", "pass", "fail", "review", "open", "informational"),
+                    "level": ("none", "note", "warning", "error"),
+                    "message!": {"text!": str},
+                    "locations": [
+                        {
+                            "physicalLocation": {
+                                "artifactLocation": {"uri": urlsplit, "uriBaseId": str},
+                                "region": {"startLine": range(1, 100_000)},
+                            }
+                        }
+                    ],
+                    "properties": dict,
+                }
+            ],
+        }
+    ],
+}
+"""The part of the schema of SARIF 2.1.0 that our logs use: names with ! are required, others are not allowed."""
+
+
+def assert_like(value: object, schema: object, place: str) -> None:
+    """The value has the form of the schema: type, choice, range, parser, list or object."""
+    match schema:
+        case dict():
+            assert isinstance(value, dict), place
+            names = {name.rstrip("!"): inner for name, inner in schema.items()}
+            assert set(value) <= set(names), f"{place}: {sorted(value)}"
+            assert {name[:-1] for name in schema if name.endswith("!")} <= set(value), f"{place}: {sorted(value)}"
+            for name, inner in value.items():
+                assert_like(inner, names[name], f"{place}.{name}")
+        case list():
+            assert isinstance(value, list), place
+            for number, inner in enumerate(value):
+                assert_like(inner, schema[0], f"{place}[{number}]")
+        case type():
+            assert isinstance(value, schema), f"{place}: {value!r}"
+        case str():
+            assert value == schema, f"{place}: {value!r}"
+        case tuple() | range():
+            assert value in schema, f"{place}: {value!r}"
+        case _:
+            schema(value)  # type: ignore[operator]
+
+
+def test_sarif_follows_its_schema(own_report: AuditReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for settings in (None, Path("runs/btc/config.yaml"), Path("/elsewhere/a run/config.yaml")):
+        log = json.loads(json.dumps(to_sarif(own_report, settings), allow_nan=False))
+        assert_like(log, LOG, "log")
+        for one in log["runs"][0]["results"]:
+            assert one["kind"] == "fail" or one["level"] == "none", one["ruleId"]  # section 3.27.10 of the standard
+
+
+def test_sarif_names_files_as_a_code_host_finds_them(
+    own_report: AuditReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def places(settings: Path | None = None) -> list[dict[str, str]]:
+        results = to_sarif(own_report, settings)["runs"][0]["results"]
+        return [one["locations"][0]["physicalLocation"]["artifactLocation"] for one in results]
+
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    formula, own, *_ = places()
+    assert (root / formula["uri"]).is_file()
+    assert formula["uri"].startswith("src/tailguard/audit/")
+    assert own == {"uri": "tests/audit/test_registry.py", "uriBaseId": "%SRCROOT%"}
+    monkeypatch.chdir(tmp_path)
+    assert places()[1] == {"uri": Path(__file__).resolve().as_uri()}
+    assert artifact(Path("runs/50 %/config.yaml")) == {"uri": "runs/50%20%25/config.yaml", "uriBaseId": "%SRCROOT%"}
+    assert artifact(Path("/a b/config.yaml")) == {"uri": "file:///a%20b/config.yaml"}
 
 
 def test_the_page_shows_failures_first_and_escapes_what_checks_say(own_report: AuditReport) -> None:
     page = audit_page(own_report)
     assert page.index("own.fails") < page.index("Formulas")
+    assert '<table class="sentences">' in page
+    assert "<td>own.fails</td><td>FAIL</td><td>Does it hold?</td>" in page
     assert "&lt;b&gt;row 7&lt;/b&gt;" in page
     assert "<b>row 7" not in page
     assert len(page) < 100_000

@@ -37,7 +37,7 @@ def test_config_prints_what_train_reads() -> None:
     ("arguments", "message"),
     [
         (("train", "--set", "ppo.gama=1"), "Did you mean ppo.gamma?"),
-        (("train", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
+        (("train", "nowhere.yaml"), "nowhere.yaml: no such file"),
         (("train", "--data", "nowhere.parquet"), "nowhere.parquet"),
         (("train", "--set", "env.num_envs=-1"), "env.num_envs: -1 is out of range"),
         (("config", "pppo"), "Did you mean ppo?"),

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from tailguard.cli import app
 from tailguard.config import flat_settings, load_config
 from tailguard.population.space import SearchSpace
 
@@ -20,7 +22,12 @@ from .blocks import ROOT, RUN, Block, blocks, pages
 from .conftest import Command, Given, quick
 
 SLOW = {"docs/robustness.md", "docs/budget.md", "docs/faq.md", "docs/report.md"}
-"""Pages whose blocks take more than a few seconds."""
+"""Pages with heavy blocks. Every run of the tests reads these, and the slow tests execute them too."""
+HEAVY = re.compile(
+    r"--walk-forward|--feed|--attack|--pdf|--trials|--csv|--parquet|--benchmark|--outcome|bench "
+    r"|AttackedPolicy|CertifiedPolicy|train_adversary"
+)
+"""Commands and Python of these pages that take more than a few seconds, and that other tests execute as well."""
 LARGEST = {
     "learn": 256, "timesteps": 256, "num_envs": 8, "make_market": 3_000, "minibatch_size": 128, "folds": 2, "seeds": 2,
     "bars": 3_000, "probes": 3, "CheckpointCallback": 32, "eval_freq": 16,
@@ -29,7 +36,7 @@ LARGEST = {
 SIZE = re.compile(rf"(?<![\w.])(?:\w+\.)?({'|'.join(LARGEST)})(=|\(| |: )([\d_]+(?:e\d+)?)\b")
 RENAMED = {"rl_model_8000_steps": "rl_model_256_steps"}
 """Names of files that follow from a size."""
-ELSEWHERE = ("pip", "git", "pre-commit", "tensorboard", "ray", "docker")
+ELSEWHERE = ("pip", "git", "source", "pre-commit", "tensorboard", "ray", "docker")
 """Programs that an example may name and that are not ours."""
 
 
@@ -46,11 +53,21 @@ def quickly(text: str) -> str:
     return SIZE.sub(smaller, text)
 
 
+def parse(arguments: list[str]) -> None:
+    """Read a command line as the command does, down to its options and their values, and stop there."""
+    command: Any = typer.main.get_command(app)
+    rest = list(arguments)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    command.make_context(command.name, rest)
+
+
 class Reader:
     """Runs the blocks of one page, one after the other."""
 
     def __init__(self, folder: Path, given: Given, tailguard: Command, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.given, self.tailguard, self.capsys = folder, given, tailguard, capsys
+        self.heavy = True  # whether what is heavy is executed, too
         self.names: dict[str, Any] = {"__name__": "page"}
         self.trained: set[str] = set()
 
@@ -63,6 +80,8 @@ class Reader:
             (self.folder / block.file).write_text(code, encoding="utf-8")
             return
         tree = ast.parse(code)
+        if not self.heavy and HEAVY.search(code):
+            return
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         made = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         first = {name for name in made & used if self._read_before_it_is_made(tree, name)}
@@ -97,6 +116,9 @@ class Reader:
             assert all((self.folder / name).is_file() for name in arguments), f"{block.place}: {command}"
         elif program not in ELSEWHERE:
             assert program == "tailguard", f"{block.place}: {command}"
+            if not self.heavy and HEAVY.search(command):
+                parse(arguments)
+                return
             self.capsys.readouterr()
             given = self._arguments(arguments)
             self.tailguard(*given)
@@ -118,6 +140,10 @@ class Reader:
         if arguments[0] == "population" and "--resume" not in arguments:
             steps = ["--set", "training.total_timesteps=512"]  # a rollout for each round
             return [*arguments, *quick(), *steps, "--members", "2", "--rounds", "2", "--processes", "1"]
+        if arguments[0] == "audit" and "--only" not in arguments:  # all of it is seconds, and tests/audit has each
+            return (
+                [*arguments, "--only", "F1", "--only", "T"] if "--fast" in arguments else [*arguments, "--only", "E2"]
+            )
         return arguments
 
     def _check_settings(self, arguments: list[str], small: list[str]) -> None:
@@ -150,22 +176,25 @@ class Reader:
 
 
 def runnable() -> list[Any]:
-    """Pages with blocks to run, the slow ones marked."""
+    """Pages with blocks to run, and whether to run the heavy ones; with them some are slow."""
     found = []
     for page in pages():
         if any(block.language in RUN and not block.not_run for block in blocks(page)):
             name = str(page.relative_to(ROOT))
-            found.append(pytest.param(page, id=name, marks=[pytest.mark.slow] if name in SLOW else []))
+            if name in SLOW:
+                found.append(pytest.param(page, False, id=f"{name} without its heavy blocks"))
+            found.append(pytest.param(page, True, id=name, marks=[pytest.mark.slow] if name in SLOW else []))
     return found
 
 
 @pytest.mark.usefixtures("own_parts")
 @pytest.mark.filterwarnings("ignore::tailguard.errors.BarsWarning")
-@pytest.mark.parametrize("page", runnable())
+@pytest.mark.parametrize(("page", "heavy"), runnable())
 def test_every_block_of_the_page_runs(
-    page: Path, folder: Path, given: Given, tailguard: Command, capsys: pytest.CaptureFixture[str]
+    page: Path, heavy: bool, folder: Path, given: Given, tailguard: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reader = Reader(folder, given, tailguard, capsys)
+    reader.heavy = heavy
     for block in blocks(page):
         if block.language in RUN and not block.not_run:
             try:

@@ -18,6 +18,8 @@ GROUPS = {
 """Headings of the groups of ids, in the order of the page."""
 OWN = "Checks of plugins"
 HEADINGS = ("id", "question", "measured", "number", "bound", "verdict")
+COLUMNS = ("id", "verdict", "question", "number", "bound", "measured")
+"""The same as the page shows them: what matters most is seen on a phone, too."""
 
 
 def audit_page(report: AuditReport) -> str:
@@ -31,7 +33,8 @@ def audit_page(report: AuditReport) -> str:
         add_failure(page, result)
     for heading, results in by_group(report).items():
         page.add(f"<h2>{escape(heading)}</h2>")
-        page.table(HEADINGS, [row(result) for result in results])
+        cells = [dict(zip(HEADINGS, row(result), strict=True)) for result in results]
+        page.table(COLUMNS, [[one[name] for name in COLUMNS] for one in cells], sentences=True)
         page.add("<details><summary>Why it matters, and what to do</summary>")
         page.facts((f"{one.check.id} {one.check.question}", f"{one.check.why} {one.check.remedy}") for one in results)
         page.add("</details>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tailguard._version import __version__
 from tailguard.audit.auditor import AuditReport, AuditResult
@@ -12,6 +13,8 @@ SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sar
 KINDS = {"ok": ("pass", "none"), "fail": ("fail", "error"), "info": ("informational", "none")}
 """SARIF's kind and level of a verdict."""
 NOT_APPLICABLE = ("notApplicable", "none")
+SOURCE_ROOT = "%SRCROOT%"
+"""What code hosts replace by the root of the repository."""
 
 
 def to_sarif(report: AuditReport, settings: Path | None = None) -> dict[str, Any]:
@@ -45,7 +48,12 @@ def _result(index: int, result: AuditResult, settings: Path | None) -> dict[str,
     kind, level = KINDS.get(result.verdict, NOT_APPLICABLE)
     place, _, line = result.check.place.rpartition(":")
     of_run = settings is not None and result.check.of_run
-    where = {"uri": settings.as_posix() if settings is not None and of_run else place}
+    if settings is not None and of_run:
+        where = artifact(settings)
+    elif Path(place).is_absolute():  # a check of a plugin
+        where = artifact(Path(place))
+    else:
+        where = {"uri": f"src/{place}", "uriBaseId": SOURCE_ROOT}
     return {
         "ruleId": result.check.id,
         "ruleIndex": index,
@@ -57,6 +65,14 @@ def _result(index: int, result: AuditResult, settings: Path | None) -> dict[str,
         ],
         "properties": {"number": result.to_json()["number"], "bound": result.measurement.bound},
     }
+
+
+def artifact(path: Path) -> dict[str, str]:
+    """Where a file is: below the current folder, or elsewhere on this machine."""
+    path, here = path.resolve(), Path.cwd().resolve()
+    if path.is_relative_to(here):
+        return {"uri": quote(path.relative_to(here).as_posix()), "uriBaseId": SOURCE_ROOT}
+    return {"uri": path.as_uri()}
 
 
 def sentence(result: AuditResult) -> str:

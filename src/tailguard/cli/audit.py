@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @app.command()
 def audit(
     run: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="Folder of a run to audit, too. Default: the code alone.")
+        Path | None, typer.Argument(metavar="RUN", help="Folder of a run to audit, too. Default: the code alone.")
     ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Only the checks of less than a second each.")] = False,
     only: Annotated[

@@ -160,8 +160,9 @@ def _untrained_agent(members: Members) -> Learner | Ensemble:
 def build_members(config: RunConfig, run: RunFolder, console: Console) -> tuple[Experiment, Members]:
     """The experiment that the settings describe and its learners, with a line on each part."""
     prepare_device(config)
-    threads = f"{config.training.device}, {torch.get_num_threads()} threads"
-    say(console, f"Tailguard {__version__} · {threads} · seed {config.training.seed} · {run.path}", style="bold")
+    threads = torch.get_num_threads()
+    device = f"{config.training.device}, {threads} thread{'s' if threads > 1 else ''}"
+    say(console, f"Tailguard {__version__} · {device} · seed {config.training.seed} · {run.path}", style="bold")
     experiment = build(config, report=lambda line: say(console, line))
     members = Members(config, experiment.learner, config.training.seed)
     several = f"{members.count} members, each: " if members.count > 1 else ""

@@ -57,9 +57,15 @@ class Page:
         )
 
     def table(
-        self, headings: Sequence[str], rows: Iterable[Sequence[str]], *, own: str | None = None, caption: str = ""
+        self,
+        headings: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        own: str | None = None,
+        caption: str = "",
+        sentences: bool = False,
     ) -> None:
-        """A table whose first column names the rows; the row named `own` stands out."""
+        """A table whose first column names the rows; the row named `own` stands out. `sentences`: cells wrap."""
         if caption:
             self.paragraph(caption, "soft")
         head = "".join(f'<th scope="col">{prose(text)}</th>' for text in headings)
@@ -69,7 +75,7 @@ class Page:
             + "</tr>"
             for row in rows
         )
-        self._put_table(head, body)
+        self._put_table(head, body, ' class="sentences"' if sentences else "")
 
     def heatmap(
         self, headings: Sequence[str], rows: Iterable[tuple[str, Sequence[float | None]]], *, caption: str = ""
