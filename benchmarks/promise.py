@@ -19,7 +19,8 @@ were proportional to exposure.
 
 Replay check: the true tail is that of episodes that begin flat, and the throttle's is a replay of their net returns
 times its factor. The same agents are backtested over the same years as a user does it, in one account that goes on, and
-all windows of its equity are judged. Then the first year after a change: a fresh throttle in each of the 40 years.
+all windows of its equity are judged; its capital is so small that it never moves the market. Then the first year after
+a change: a fresh throttle in each of the 40 years.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ LENGTH, ALPHA, SIGNAL = 192, 0.05, 8.0
 UNSEEN = 1_000_000
 """Seed of the unseen years: no agent trains on them."""
 BOUNDS: tuple[BoundKind, ...] = ("percentile", "pivotal")
+SMALL = 1e-9
+"""Capital of an account that is to grow for 40 years without moving the market."""
 RECORD = 146
 """Episodes in the four years less a test part that an exposure is calibrated on."""
 FACTORS = (1.0, 1.3)
@@ -205,8 +209,10 @@ def compare_replay(agent: Ensemble, limit: float, name: str, signal: float) -> d
     nets = unseen(name, signal, agent).trade(agent, "bar").measured
     held, _ = replay(nets, limit)
     free = (nets + 1).prod(1) - 1
+    assert agent.spec is not None
+    small = replace(agent.spec.market, capital=SMALL)
     real = [
-        tg.backtest(agent, years(name, signal), throttle=on, warn_in_sample=False, progress_bar=False)
+        tg.backtest(agent, years(name, signal), small, throttle=on, warn_in_sample=False, progress_bar=False)
         for on in (False, True)
     ]
     tails = [float(cvar_from_samples(each, ALPHA)) for each in (free, held)]

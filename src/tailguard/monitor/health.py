@@ -55,15 +55,15 @@ class Rule:
     """Common causes and what to do."""
     patience: int = 5
     """Consecutive bad iterations before the alarm is raised."""
-    of_run: float = 0.0
-    """Share of the run's iterations that must be bad in a row, where that is more than `patience`; of its last one, no
-    other need be. Not raised where the length of the run is not known."""
     after: int = 0
     """Iterations at the start of training that are ignored."""
     remembers: tuple[str, ...] = ()
     """Metrics whose recent values it needs, in `past`."""
+    of_run: float = 0.0
+    """Share of the run's iterations that must be bad in a row, where that is more than `patience`; of its last one, no
+    other need be. Not raised where the length of the run is not known."""
     eases: str = ""
-    """One of them that is larger the worse the fault is: while it falls the alarm waits, but not in the last iteration
+    """One of those in `remembers` that is larger the worse the fault is: while it falls the alarm waits, but not in the last iteration
     of a run."""
 
 
