@@ -195,6 +195,10 @@ def test_a_person_can_end_a_flattening_that_waits_for_the_venue(paper_world: Wor
         session.obey_kill()
     assert world.clock.now() < began + 200_000
     assert [record["guard"] for record in world.records("alarm")] == ["flatten"]
+    # It ends the wait alone: at a venue that answers positions are closed, whatever else was asked for.
+    world.faults.stop()
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        session.obey_kill()
 
 
 def test_what_became_of_orders_and_positions_is_in_the_journal(paper_world: WorldMaker) -> None:

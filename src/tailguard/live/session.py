@@ -363,13 +363,15 @@ class Session:
         state = self.ledger.state
         bar_ms = state.bars[-1].time_ms if state.bars else 0
         rounds = 0
-        while rounds < FLATTEN_ROUNDS and not self.stop():
+        while rounds < FLATTEN_ROUNDS:
             try:
                 self.desk.sync_clock()
                 self.account = reconcile(self.desk)
                 prices, rules = self.venue.prices(), self.venue.instruments()
             except OutcomeUnknown as error:
                 self.desk.failed(error)
+                if self.stop():
+                    break
                 self._wait(self.clock.now() + round(1000 * self.desk.retry_s), self.stop)
                 continue
             self.desk.answered()
