@@ -35,7 +35,7 @@ SMALL = (
     "data.features=[return_24, taker_imbalance_6]", "data.embargo=1d", "env.num_envs=8", "env.episode_length=32",
     "training.threads=1",
 )  # fmt: skip
-BRIEF = ("data.synthetic_bars=2500", "training.total_timesteps=512")
+SHORT = ("data.synthetic_bars=2500", "training.total_timesteps=512")
 LEARNING = ("data.synthetic_bars=6000", "data.synthetic_signal=30", "training.total_timesteps=50000")
 """A market with a strong signal, and as many steps as it takes to earn from it: its tail strains the limit."""
 FACTORS: dict[str, tuple[str, ...]] = {
@@ -68,7 +68,7 @@ def settings_of(number: int) -> list[str]:
     own |= {name: chosen[name] for name in chosen if not name.startswith(("risk.", "training."))}
     shared = [f"{name}={value}" for name, value in chosen.items() if name.startswith(("risk.", "training."))]
     chosen_learner = [f"learner={learner}", f"training.seed={number}"]
-    return [*chosen_learner, *shared, *(LEARNING if learns else BRIEF),
+    return [*chosen_learner, *shared, *(LEARNING if learns else SHORT),
             *(f"{learner}.{name}={value}" for name, value in own.items())]  # fmt: skip
 
 

@@ -402,7 +402,7 @@ def test_no_two_modules_have_one_name_but_for_the_commands_of_a_room() -> None:
 
 def test_every_file_and_module_that_the_documents_name_exists() -> None:
     root = SOURCE.parents[1]
-    named_file = re.compile(r"(?<![\w/.])((?:tests|benchmarks|examples|docs|src)/[\w/]+\.(?:py|md|json|png))")
+    named_file = re.compile(r"(?<![\w/.])((?:tests|benchmarks|examples|docs|src)/[\w/]+\.(?:py|md|jsonl?|png)\b)")
     room_file = re.compile(rf"`((?:{'|'.join(name for layer in LAYERS[2:] for name in layer)})/[\w/]+\.py)`")
     named_module = re.compile(r"\btailguard((?:\.[a-z_0-9]+)+)")
     known = {*module_names(), ""}

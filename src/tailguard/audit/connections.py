@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tailguard.algorithm.ppo import DistributionalPPO
 from tailguard.algorithm.update import minibatch_loss
+from tailguard.audit.pathwise_windows import wrong_reach_of_windows, wrongly_bound
 from tailguard.audit.registry import Measurement, at_least, none_of, register_check, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
-from tailguard.audit.windows import wrong_reach_of_windows, wrongly_bound
 from tailguard.envs.trading import TradingEnv
 from tailguard.risk.config import RiskConfig
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tailguard.algorithm.ppo import DistributionalPPO
+from tailguard.audit.pathwise_windows import boundaries_of_windows, values_of_windows
 from tailguard.audit.registry import Measurement, at_most, register_check, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
-from tailguard.audit.windows import boundaries_of_windows, values_of_windows
 from tailguard.envs.trading import TradingEnv
 
 

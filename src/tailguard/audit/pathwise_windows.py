@@ -153,13 +153,13 @@ def _arrived(steps: list[dict[str, Tensor]], name: str, gradient: Tensor) -> Non
 
 
 def boundaries_of_windows(subject: Subject) -> Measurement:
-    """T2: rewards of a window, each discounted from the start of its own episode."""
+    """Of T2: rewards of a window, each discounted from the start of its own episode."""
     return at_most("relative gap of a pathwise window's gradient, without critics, to the rewards' own discounts",
                    window_gap(subject, critics=False), GAP)  # fmt: skip
 
 
 def values_of_windows(subject: Subject) -> Measurement:
-    """T3: the value of the accounts at time limits and at the window's end, none after ruin, with its own slope."""
+    """Of T3: the value of the accounts at time limits and at the window's end, none after ruin, with its own slope."""
     return at_most("relative gap of a pathwise window's gradient to rewards and values by differences, none after ruin",
                    window_gap(subject, critics=True), GAP)  # fmt: skip
 
@@ -212,7 +212,7 @@ MODES: tuple[Mapping[str, Any], ...] = (
 
 
 def wrong_reach_of_windows(subject: Subject) -> Iterator[str]:
-    """C1: parameters that a step of the pathwise learner wrongly moves or leaves."""
+    """Of C1: parameters that a step of the pathwise learner wrongly moves or leaves."""
     for mode in [*([{}] if subject.parts else []), *MODES]:
         about = ", ".join(["pathwise", *map(str, mode.values())])
         steps = gradients_of_window(subject, **mode)
@@ -227,7 +227,7 @@ def wrong_reach_of_windows(subject: Subject) -> Iterator[str]:
 
 
 def wrongly_bound(subject: Subject) -> Iterator[str]:
-    """C3: parameters of the pathwise learner whose gradient the constraint wrongly changes or leaves."""
+    """Of C3: parameters of the pathwise learner whose gradient the constraint wrongly changes or leaves."""
     penalty = 2.0
     free, bound = (
         gradients_of_window(subject, risk, fresh=True) for risk in (None, RiskConfig(penalty=penalty, alpha=0.5))
