@@ -63,7 +63,7 @@ class Rule:
     """Share of the run's iterations that must be bad in a row, where that is more than `patience`; of its last one, no
     other need be. Not raised where the length of the run is not known."""
     eases: str = ""
-    """One of those that it remembers, larger the worse the fault is: while it falls the alarm waits, but not in the last
+    """One of those that it remembers, larger the worse the fault: while it falls the alarm waits, but not in the last
     iteration of a run."""
 
 
