@@ -63,8 +63,8 @@ class Rule:
     """Share of the run's iterations that must be bad in a row, where that is more than `patience`; of its last one, no
     other need be. Not raised where the length of the run is not known."""
     eases: str = ""
-    """One of those in `remembers` that is larger the worse the fault is: while it falls the alarm waits, but not in the last iteration
-    of a run."""
+    """One of those that it remembers, larger the worse the fault: while it falls the alarm waits, but not in the last
+    iteration of a run."""
 
 
 def _value(metrics: Metrics, name: str) -> float:
