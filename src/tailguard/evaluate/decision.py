@@ -76,7 +76,8 @@ def decide(
     if memory.window.age >= task.episode_length:
         memory.window = EpisodeWindow(account.equity, account.equity)
     if throttle is not None and memory.realised.age >= task.episode_length:
-        throttle.observe(account.equity / memory.realised.start_equity - 1)
+        if memory.realised.start_equity > 0:  # a ruined account has nothing left to lose
+            throttle.observe(account.equity / memory.realised.start_equity - 1)
         memory.realised = EpisodeWindow(account.equity, account.equity)
     closing = flat or (task.flat_rows is not None and bool(task.flat_rows[account.row]))
     if flat:
