@@ -340,6 +340,22 @@ def test_a_backtest_on_other_bars_does_not_warn(bars, split, careful, tmp_path) 
         tg.backtest(loaded, split.train)
 
 
+def test_a_throttled_account_that_is_ruined_stays_at_nothing(bars: tg.Bars) -> None:
+    """A price that rises thirtyfold takes all of a short account; its later windows lose nothing more."""
+    env = tg.TradingEnv(bars, num_envs=4, episode_length=24)
+    agent = tg.DistributionalPPO(env, n_steps=24, hidden=(8,), lstm_size=8, seed=0)
+    with torch.no_grad():
+        agent.policy.action_head.linear.bias.fill_(-5.0)
+    ensemble = Ensemble([agent], Exposure(1.0, -0.9, 0.2, 0.9, -0.01, -0.01, -0.01, 5.0), throttled=True)
+    row = pl.arange(bars.frame.height)
+    risen = [pl.when(row >= bars.frame.height - 200).then(30 * pl.col(name)).otherwise(pl.col(name)).alias(name)
+             for name in ("open", "high", "low", "close")]  # fmt: skip
+    found = tg.backtest(ensemble, replace(bars, frame=bars.frame.with_columns(risen)), warn_in_sample=False)
+    assert found.equity[-1] == 0
+    assert found.throttle is not None
+    assert np.isfinite(found.throttle).all()
+
+
 def test_a_throttle_follows_the_windows_of_the_account(bars: tg.Bars) -> None:
     """The factors again, from the equity at the windows' ends; and without the switch nothing is throttled."""
     env = tg.TradingEnv(bars, num_envs=4, episode_length=24, features=["return_24"])

@@ -16,7 +16,7 @@ from tailguard.live.decide import LiveDecider
 from tailguard.live.paper import PaperVenue
 from tailguard.live.session import Killed
 from tailguard.live.simulation import RandomWeights
-from tailguard.live.venue import Instrument, OrderRequest, Refused, SimulatedClock, WrongClock
+from tailguard.live.venue import DuplicateOrder, Instrument, OrderRequest, Refused, SimulatedClock, WrongClock
 from tailguard.market import MarketConfig, build_market
 from tailguard.market.costs import Cost, register_cost, turnover_cost, unregister_cost
 
@@ -180,7 +180,7 @@ def test_late_orders_and_known_ids_are_refused(venue: PaperVenue) -> None:
     with pytest.raises(WrongClock):
         venue.place(order_at(venue, sent_ms=venue.clock.now() + 1_001))
     assert venue.place(order_at(venue)).filled == Decimal("0.5")
-    with pytest.raises(Refused, match="duplicate"):
+    with pytest.raises(DuplicateOrder, match="duplicate"):
         venue.place(order_at(venue))
 
 
