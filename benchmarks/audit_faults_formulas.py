@@ -385,3 +385,23 @@ def _(inject: Injection) -> None:
         return {kind: -cost if kind == "borrow" else cost for kind, cost in found.items()}
 
     inject.function(charge, turned)
+
+
+@fault("F18", "shorts pay the funding that they should receive")
+def _(inject: Injection) -> None:
+    from tailguard.market import costs
+
+    charge = costs.charge
+
+    def paid_by_both(market: Any, moment: Any, basis: Any) -> Any:
+        found = charge(market, moment, basis)
+        return {kind: cost.abs() if kind == "funding" else cost for kind, cost in found.items()}
+
+    inject.function(charge, paid_by_both)
+
+
+@fault("F18", "the impact of an order grows with its size, and not with the root of it")
+def _(inject: Injection) -> None:
+    from tailguard.market import costs
+
+    inject.function(costs._root, lambda values: values)
