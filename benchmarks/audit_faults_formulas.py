@@ -267,6 +267,13 @@ def _(inject: Injection) -> None:
     inject.method(GradientNorms, "__init__", nested)
 
 
+@fault("F19", "gradients are not clipped")
+def _(inject: Injection) -> None:
+    from torch import nn
+
+    inject.method(nn.utils, "clip_grads_with_norm_", lambda *_, **__: None)
+
+
 @fault("F19", "the root is forgotten")
 def _(inject: Injection) -> None:
     from tailguard.algorithm.iteration_metrics import GradientNorms

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tailguard.audit.formulas import f64, largest_gap
 from tailguard.audit.registry import Measurement, at_most, register_check, within, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
+from tailguard.envs.trading import TradingEnv
 from tailguard.optim import OPTIMIZERS, UPGD, AdaptiveUPGD, OptimizerSettings, VarianceGradientScaler
 from tailguard.optim.config import UPGDConfig
 
@@ -161,10 +162,11 @@ def gates_protect_useful_weights(subject: Subject) -> Measurement:  # noqa: ARG0
 
 @register_check(
     "F19",
-    "Do the reported norms of gradients count every parameter once, under the root?",
+    "Do the reported norms of gradients count every parameter once, under the root, and is the gradient clipped to "
+    "max_grad_norm?",
     why="A sum over nested modules counts a parameter once for each module around it: an alarm on it fires, or stays "
-    "silent, by the depth of the network.",
-    remedy="See GradientNorms in algorithm/iteration_metrics.py.",
+    "silent, by the depth of the network. A bound that is not in force lets one bad minibatch undo the training.",
+    remedy="See GradientNorms in algorithm/iteration_metrics.py and Updates.step in algorithm/updates.py.",
     fast=True,
 )
 def norms_count_once(subject: Subject) -> Measurement:
@@ -194,5 +196,29 @@ def norms_count_once(subject: Subject) -> Measurement:
         value = norm(*beginnings)
         gaps[name] = abs(float(named[name]) / value - 1) if name in named and value > 0 else math.inf
     largest = max(gaps, key=gaps.__getitem__)
-    return at_most("relative gap of a reported norm to the root of its parameters' summed squares", gaps[largest], 1e-5,
-                   largest)  # fmt: skip
+    reported = at_most("relative gap of a reported norm to the root of its parameters' summed squares", gaps[largest],
+                       1e-5, largest)  # fmt: skip
+    return worst([reported, *_clipped(subject)])
+
+
+CLIP = 1e-3
+"""A bound on the gradient that every step reaches."""
+
+
+def _clipped(subject: Subject) -> list[Measurement]:
+    """The norms of the gradients that the optimisers of both learners see, beside the bound that was set."""
+    market = TradingEnv(subject.bars, num_envs=6, episode_length=24, seed=subject.seed)
+    found = []
+    for learner in (subject.learner(max_grad_norm=CLIP), subject.pathwise_learner(market, max_grad_norm=CLIP)):
+        norms: list[float] = []
+
+        def note(optimizer: torch.optim.Optimizer, *_: object, norms: list[float] = norms) -> None:
+            grads = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+            norms.append(math.sqrt(sum(float(grad.double().square().sum()) for grad in grads)))
+
+        hook = learner.context.optimizer.register_step_pre_hook(note)
+        learner.iterate()
+        hook.remove()
+        found.append(within(f"largest gradient of a step, in units of its bound, {type(learner).__name__}",
+                            max(norms, default=0.0) / CLIP, 0.99, 1.001))  # fmt: skip
+    return found
