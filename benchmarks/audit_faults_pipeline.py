@@ -60,6 +60,16 @@ def _(inject: Injection) -> None:
     inject.method(deciders, "Moment", seen)
 
 
+@fault("U2", "weights are scaled by the volatility of the next bar")
+def _(inject: Injection) -> None:
+    import numpy as np
+
+    from tailguard.envs import volatility
+
+    known = volatility.ewma_volatility
+    inject.function(known, lambda close, segment, half_life: np.roll(known(close, segment, half_life), -1, axis=0))
+
+
 @fault("U3", "the agent decides on the features of the next bar")
 def _(inject: Injection) -> None:
     _decide_on_the_next_row(inject)

@@ -52,7 +52,10 @@ class Pipeline:
                 bars = bars.select(bars.symbols[0])
             times = traded_times(bars)
             return cls(subject.run.agent, until(bars, times[min(TRADED, len(times)) - 1]))
-        env = TradingEnv(subject.bars, num_envs=6, episode_length=48, stagger=8, seed=subject.seed)
+        # Volatility scaling, as under a limit: a forecast that knew the next bar would be in every weight.
+        env = TradingEnv(
+            subject.bars, num_envs=6, episode_length=48, stagger=8, volatility_half_life=24, seed=subject.seed
+        )
         learner = subject.learner(env)
         learner.iterate()
         bars = subject.bars
