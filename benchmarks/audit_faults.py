@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,6 +207,18 @@ def _(inject: Injection) -> None:
     )
 
 
+@fault("T2", "the budget's critic counts what comes after the time limit")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm import risk_budget
+
+    gae = risk_budget.gae
+
+    def beyond(costs: Tensor, values: Tensor, following: Tensor, ended: Tensor, never: Tensor, *rest: Any) -> Tensor:
+        return gae(costs, values, following, never, ended, *rest)
+
+    inject.method(risk_budget, "gae", beyond)
+
+
 @fault("T3", "the bootstrap reads the final observation with an empty memory")
 def _(inject: Injection) -> None:
     from tailguard.models import policy
@@ -322,6 +335,21 @@ def _(inject: Injection) -> None:
 
 
 # --- promises --------------------------------------------------------------------------------------------------------
+
+
+@fault("F9", "the margin is outside the limit")
+def _(inject: Injection) -> None:
+    from tailguard.risk.constraint import CVaRConstraint
+
+    observe = CVaRConstraint.observe
+
+    def lenient(self: Any, *outcomes: Tensor) -> None:
+        given, self.config = self.config, copy(self.config)
+        object.__setattr__(self.config, "margin", -given.margin)  # the settings themselves refuse it
+        observe(self, *outcomes)
+        self.config = given
+
+    inject.method(CVaRConstraint, "observe", lenient)
 
 
 @fault("P5", "costs have no gradient")

@@ -160,6 +160,13 @@ def _(inject: Injection) -> None:
     inject.function(split_windows, lambda count, gap=0, **sizes: split_windows(count, **sizes))  # noqa: ARG005
 
 
+@fault("T8", "members train on the fold that they are judged on")
+def _(inject: Injection) -> None:
+    from tailguard.envs.trading import TradingEnv
+
+    inject.method(TradingEnv, "restrict_starts", lambda self, rows: None)  # noqa: ARG005
+
+
 @fault("T8", "the test begins with the last bar of the validation")
 def _(inject: Injection) -> None:
     from tailguard.data.windows import split_windows

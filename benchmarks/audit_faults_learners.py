@@ -50,6 +50,16 @@ def _(inject: Injection) -> None:
 # --- the regulariser against attacks ---------------------------------------------------------------------------------
 
 
+@fault("C4", "the larger of both values is taken")
+def _(inject: Injection) -> None:
+    from tailguard.models.critics.twins import combine_values
+
+    def hopeful(first: Tensor, second: Tensor, mode: str) -> Tensor:
+        return first.maximum(second) if mode == "min" else combine_values(first, second, "mean")
+
+    inject.function(combine_values, hopeful)
+
+
 @fault("C5", "the attack stays at the clean observation")
 def _(inject: Injection) -> None:
     from tailguard.robust.attacks import maximise

@@ -92,11 +92,12 @@ def _unmoved(subject: Subject, trunk: str) -> list[str]:
 
 @register_check(
     "C4",
-    "Do both twin critics learn, and does an alarm say so when one stops?",
+    "Do both twin critics learn, does an alarm say so when one stops, and is their value the smaller one?",
     why="With one critic that has stopped, the smaller of two values is that of a network that knows nothing, and all "
     "advantages follow it.",
     remedy="Look at critic/grad_norm_1 and _2. The rules are critic_vanished and critic_imbalanced in "
-    "monitor/health.py; the loss of both critics is averaged in algorithm/update.py.",
+    "monitor/health.py; the loss of both critics is averaged in algorithm/update.py, and their values are combined in "
+    "models/critics/twins.py.",
     fast=True,
 )
 def twin_critics_learn(subject: Subject) -> Measurement:
@@ -106,7 +107,23 @@ def twin_critics_learn(subject: Subject) -> Measurement:
         if raised != wanted:
             wrong.append(f"a critic's gradient times {factor:g}: alarms {sorted(raised)}, should be {sorted(wanted)}")
     gaps = [gap for trunk in ("own", "shared") for gap in _norm_gaps(subject, trunk)]
-    return worst([none_of("layers that do not learn and alarms that are missing or false", wrong), *gaps])
+    return worst([none_of("layers that do not learn and alarms that are missing or false", wrong), *gaps,
+                  *_combined_values(subject)])  # fmt: skip
+
+
+def _combined_values(subject: Subject) -> list[Measurement]:
+    """The values that the advantages are made of, beside both critics' own."""
+    found = []
+    for mode in ("min", "mean"):
+        witness = Witness()
+        subject.learner(twin_critics=True, twin_mode=mode, extensions=(witness,)).iterate()
+        estimates = witness.estimates
+        first, second = (view.baseline.double() for view in estimates.views)
+        wanted = first.minimum(second) if mode == "min" else (first + second) / 2
+        gap = float((estimates.values.double() - wanted).abs().max())
+        found.append(at_most(f"gap of the twins' value to the {mode} of both", gap, 1e-6))
+        found.append(at_least("mean distance of the two", float((first - second).abs().mean()), 1e-6))
+    return found
 
 
 # --- the regulariser against attacks ---------------------------------------------------------------------------------

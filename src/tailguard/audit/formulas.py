@@ -192,6 +192,13 @@ def multiplier_follows_the_budget(subject: Subject) -> Measurement:  # noqa: ARG
         other.observe(torch.tensor([0.0, 3 * 0.4]).repeat(20), counted)
     found.append(at_most("|λ at a limit of 40 % − λ at 4 %| under the same relative violation",
                          abs(float(other.multiplier) - course[2]), 1e-9))  # fmt: skip
+    # Between the limit and its margin λ rises already, and inside the margin it does not.
+    for tail, wanted in ((0.92 * limit, True), (0.88 * limit, False)):
+        inner = CVaRConstraint(RiskConfig(limit=-limit, alpha=0.5, window=40, margin=0.1, lambda_max=2.0))
+        inner.observe(torch.tensor([0.0, tail]).repeat(20), counted)
+        risen = float(inner.multiplier) > 0
+        found.append(at_most(f"λ at a tail of {tail / limit:.0%} of the limit, margin 10 %, is on the wrong side",
+                             float(risen != wanted), 0.0))  # fmt: skip
     # At rest: a normal bet's best weight under the limit, and the multiplier that goes with it.
     weight, multiplier = bet_at_rest()
     found.append(at_most(f"relative gap of the multiplier of a bet at rest to {BET_MULTIPLIER:g}",

@@ -12,6 +12,8 @@ from tailguard.audit.pathwise_windows import boundaries_of_windows, values_of_wi
 from tailguard.audit.registry import Measurement, at_most, register_check, worst
 from tailguard.audit.subject import ScriptedEnv, Subject, Witness
 from tailguard.envs.trading import TradingEnv
+from tailguard.risk.config import RiskConfig
+from tailguard.risk.constraint import CVaRConstraint
 
 
 def largest_log_ratio(learner: DistributionalPPO, witness: Witness) -> float:
@@ -81,7 +83,49 @@ def nothing_crosses_a_boundary(subject: Subject) -> Measurement:
             gap = (before[:7] - after[:7]).abs().max()
             largest = max(largest, float(gap.nan_to_num(torch.inf)))
     crossed = at_most("change of earlier advantages and targets by a reward of 100 after the boundary", largest, 0.0)
-    return worst([crossed, boundaries_of_windows(subject)])
+    return worst([crossed, boundaries_of_windows(subject), _boundary_of_the_budget(subject)])
+
+
+def _boundary_of_the_budget(subject: Subject) -> Measurement:
+    """A cost critic that says K everywhere changes a row's advantage by −K·λʲ, j rows before its episode's end.
+
+    Where the episode ends nothing more is to come, by time or by ruin; where the rollout ends, the critic is right.
+    """
+    said, found = 3.0, []
+    for offset in (0.0, said):
+        env = TradingEnv(subject.bars, num_envs=6, episode_length=20, stagger=3, seed=subject.seed)
+        witness = Witness()
+        learner = subject.learner(env, risk=RiskConfig(penalty=1.0, alpha=0.5), extensions=(witness,))
+        assert learner.risk is not None  # it has a penalty
+        with torch.no_grad():
+            last = learner.risk.critic.network[-1]
+            assert isinstance(last, torch.nn.Linear)
+            last.bias.fill_(offset)
+        witnessed = CostAdvantages(learner.risk.constraint)
+        learner.iterate()
+        found.append(witnessed.seen[0])
+    wanted, to_come = torch.zeros_like(found[0]), torch.zeros_like(found[0][0])
+    decay = RiskConfig().cost_lambda
+    for row in reversed(range(len(wanted))):
+        to_come = torch.where(witness.rollout.ended[row], -said, decay * to_come)
+        wanted[row] = to_come
+    gap = float((found[1] - found[0] - wanted).abs().max().nan_to_num(torch.inf))
+    return at_most("gap of the cost's advantages to the decay of a constant critic, which ends with the episode", gap,
+                   1e-4)  # fmt: skip
+
+
+class CostAdvantages:
+    """Keeps the cost's advantages that a constraint mixes into those of the reward."""
+
+    def __init__(self, constraint: CVaRConstraint) -> None:
+        self.seen: list[Tensor] = []
+        combine = constraint.combine
+
+        def kept(reward: Tensor, cost: Tensor) -> Tensor:
+            self.seen.append(cost.clone())
+            return combine(reward, cost)
+
+        constraint.combine = kept  # type: ignore[method-assign]
 
 
 def summing_critic(subject: Subject, env: Any, n_steps: int) -> DistributionalPPO:

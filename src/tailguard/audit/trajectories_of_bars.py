@@ -211,11 +211,45 @@ def _in_bars(subject: Subject, size: str) -> int:
     return size_in_bars("data.embargo", size, 0, bars.frequency, 0, bars.sessions)
 
 
+MEMBERS, EPISODE, EMBARGO = 2, 24, 30
+"""Members of a run, and the bars of their episodes and of the embargo around the fold that each leaves out."""
+
+
+def _wrong_folds(subject: Subject) -> Iterator[str]:
+    """Bars of its own fold that a member trades in training, or of the embargo around it."""
+    from tailguard.config import load_config
+    from tailguard.runs.members import Members
+
+    own = {"env.num_envs": 64, "env.episode_length": EPISODE, "data.features": "[return_24]", "risk.limit": -0.04,
+           "training.members": MEMBERS, "data.embargo": f"{EMBARGO}h", "pathwise.n_steps": EPISODE}  # fmt: skip
+    config = load_config(overrides=[f"{name}={value}" for name, value in own.items()])
+    members = Members.on(config, subject.bars, subject.seed)
+    for number in range(MEMBERS):
+        member = members.build(number)
+        env, fold = member.agent.env, member.fold
+        assert isinstance(env, TradingEnv)
+        assert fold is not None  # each of several members leaves one out
+        time, traded = env.prepared.panel.time, set[int]()
+        for _ in range(4):
+            member.agent.iterate()
+            env.reset(subject.seed)
+            rows = env.state.market.row.unsqueeze(1) + torch.arange(EPISODE + 1)
+            traded |= set(time[rows.numpy().ravel()].tolist())
+        near = EMBARGO * subject.bars.frequency // timedelta(milliseconds=1)
+        seen = [moment for moment in traded if fold.first_ms - near <= moment < fold.last_ms + near]
+        if seen:
+            yield f"member {number + 1} trains on {len(seen)} bars of its fold"
+        if len(member.held_out().starts) == 0:
+            yield f"member {number + 1} has no episodes of its fold to be judged on"
+
+
 @register_check(
     "T8",
-    "Are the parts of a split apart, as far as asked, and of the sizes asked for?",
-    why="One bar in two parts, or an embargo that is not kept, lets the test show what training has seen.",
-    remedy="See data/windows.py and data/splits.py; compare the line split of tailguard train with data.embargo.",
+    "Are the parts of a split apart, as far as asked, and of the sizes asked for, and the folds of a run's members?",
+    why="One bar in two parts, or an embargo that is not kept, lets the test show what training has seen. A member "
+    "that trains on its own fold calibrates its exposure on bars that it knows by heart.",
+    remedy="See data/windows.py, data/splits.py and envs/folds.py; compare the line split of tailguard train with "
+    "data.embargo.",
     fast=True,
     reads_run=True,
 )
@@ -233,4 +267,5 @@ def splits_are_apart(subject: Subject) -> Measurement:
         bars = subject.trained.bars
         assert not hasattr(bars, "train")  # a split is one of bars in memory
         wrong += _wrong_times(subject.trained.split, _in_bars(subject, subject.config.data.embargo), bars)
-    return none_of("wrong parts of 40 random splits, walks forward, and splits of bars", wrong)
+    wrong += _wrong_folds(subject)
+    return none_of("wrong parts of 40 random splits, walks forward, splits of bars, and folds of members", wrong)
