@@ -121,9 +121,9 @@ class CostAdvantages:
         self.seen: list[Tensor] = []
         combine = constraint.combine
 
-        def kept(reward: Tensor, cost: Tensor) -> Tensor:
-            self.seen.append(cost.clone())
-            return combine(reward, cost)
+        def kept(reward_advantages: Tensor, cost_advantages: Tensor) -> Tensor:
+            self.seen.append(cost_advantages.clone())
+            return combine(reward_advantages, cost_advantages)
 
         constraint.combine = kept  # type: ignore[method-assign]
 

@@ -218,6 +218,7 @@ MEMBERS, EPISODE, EMBARGO = 2, 24, 30
 def _wrong_folds(subject: Subject) -> Iterator[str]:
     """Bars of its own fold that a member trades in training, or of the embargo around it."""
     from tailguard.config import load_config
+    from tailguard.experiment.build import trading_env
     from tailguard.runs.members import Members
 
     own = {"env.num_envs": 64, "env.episode_length": EPISODE, "data.features": "[return_24]", "risk.limit": -0.04,
@@ -226,8 +227,7 @@ def _wrong_folds(subject: Subject) -> Iterator[str]:
     members = Members.on(config, subject.bars, subject.seed)
     for number in range(MEMBERS):
         member = members.build(number)
-        env, fold = member.agent.env, member.fold
-        assert isinstance(env, TradingEnv)
+        env, fold = trading_env(member.agent), member.fold
         assert fold is not None  # each of several members leaves one out
         time, traded = env.prepared.panel.time, set[int]()
         for _ in range(4):
