@@ -221,3 +221,39 @@ def _(inject: Injection) -> None:
         return bar._replace(gap=0 * bar.gap if isinstance(bar.gap, Tensor) else [0.0] * len(bar.gap))
 
     inject.function(bar_of, closed)
+
+
+# --- the throttle ----------------------------------------------------------------------------------------------------
+
+
+@fault("P11", "a loss beyond the threshold counts half")
+def _(inject: Injection) -> None:
+    from tailguard.risk.throttle import Throttle
+
+    def mild(self: Any, outcome: float) -> float:
+        return self.threshold + max(0.0, -outcome - self.threshold) / (2 * self.alpha)
+
+    inject.method(Throttle, "cost", mild)
+
+
+@fault("P11", "losses at a reduced exposure are not counted")
+def _(inject: Injection) -> None:
+    from tailguard.risk.throttle import Throttle
+
+    observe = Throttle.observe
+    inject.method(Throttle, "observe", lambda self, outcome: observe(self, outcome if self.factor >= 1 else 0.0))
+
+
+@fault("P11", "a window of the throttle begins with the account")
+def _(inject: Injection) -> None:
+    from tailguard.evaluate import decision
+
+    decide = decision.decide
+
+    def from_the_beginning(decider: Any, task: Any, panel: Any, account: Any, memory: Any, *, flat: bool) -> Any:
+        before = memory.realised.start_equity
+        made = decide(decider, task, panel, account, memory, flat=flat)
+        memory.realised.start_equity = before
+        return made
+
+    inject.function(decide, from_the_beginning)

@@ -23,6 +23,7 @@ from tailguard.errors import ConfigError
 from tailguard.robust import RobustConfig
 
 RUN = """
+import atexit
 import json
 import os
 import signal
@@ -76,7 +77,13 @@ def main(names, iterations, alone=False):
             (folder / f"{name}.json").write_text(json.dumps(metrics))
 
 
+def say_if_in_group():
+    if torch.distributed.is_initialized():
+        print("still in the group", file=sys.stderr)
+
+
 if __name__ == "__main__":
+    atexit.register(say_if_in_group)  # before what `distribute` registers: it runs after it
     torch.set_num_threads(1)
     main(sys.argv[2].split(","), int(sys.argv[3]))
 """
@@ -98,6 +105,8 @@ def launch(folder: Path, processes: int, *arguments: str, restarts: int = 0) -> 
         check=False,
     )
     assert run.returncode == 0, run.stderr[-4000:]
+    # Threads of a group that nobody left abort the process at its end, now and then.
+    assert "still in the group" not in run.stderr
 
 
 def train_alone(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

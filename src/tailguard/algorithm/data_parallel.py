@@ -9,6 +9,7 @@ checkpoint of any of them is a checkpoint of all.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -58,7 +59,9 @@ def distribute(learner: Learner) -> Ranks:
 
 
 def _join(backend: str) -> None:
-    """Meet the other processes that torchrun started."""
+    """Meet the other processes that torchrun started, until this one ends."""
+    # Threads of gloo that still run when the interpreter has ended abort the process, whatever it has computed.
+    atexit.register(_leave)
     if os.environ.get("GROUP_WORLD_SIZE") != "1":  # several machines, which count their restarts apart
         distributed.init_process_group(backend)
         return
@@ -66,6 +69,11 @@ def _join(backend: str) -> None:
     # After a restart the store still has the addresses of the processes that died: gloo would wait for them.
     store = PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def _leave() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def check_divided(learner: Learner, world: int) -> None:

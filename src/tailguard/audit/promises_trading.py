@@ -53,7 +53,7 @@ OWN_BARS = 48
 # --- one code for decisions ------------------------------------------------------------------------------------------
 
 
-def calibrated_agent(seed: int) -> Ensemble:
+def calibrated_agent(seed: int, limit: float = -0.001) -> Ensemble:
     """A small agent with a calibrated exposure, a throttle, and positions that are not tiny."""
     bars = make_market(400, seed=seed).bars
     # A fee of a percent: every window loses, and the throttle acts.
@@ -64,7 +64,7 @@ def calibrated_agent(seed: int) -> Ensemble:
     member.learn(128)
     with torch.no_grad():
         member.policy.action_head.linear.weight.mul_(1000)
-    return Ensemble([member], Exposure(0.8, -0.001, 0.05, 0.9, -0.01, -0.001, -0.001, 5.0), throttled=True)
+    return Ensemble([member], Exposure(0.8, limit, 0.05, 0.9, -0.01, limit, limit, 5.0), throttled=True)
 
 
 def shadow_decisions(

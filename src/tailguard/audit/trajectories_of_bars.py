@@ -233,7 +233,9 @@ def _wrong_folds(subject: Subject) -> Iterator[str]:
         for _ in range(4):
             member.agent.iterate()
             env.reset(subject.seed)
-            rows = env.state.market.row.unsqueeze(1) + torch.arange(EPISODE + 1)
+            state = env.state
+            assert state is not None  # it was reset
+            rows = state.market.row.unsqueeze(1) + torch.arange(EPISODE + 1)
             traded |= set(time[rows.numpy().ravel()].tolist())
         near = EMBARGO * subject.bars.frequency // timedelta(milliseconds=1)
         seen = [moment for moment in traded if fold.first_ms - near <= moment < fold.last_ms + near]
