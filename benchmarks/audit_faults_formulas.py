@@ -394,6 +394,13 @@ def _(inject: Injection) -> None:
     inject.function(charge, turned)
 
 
+@fault("F18", "accounts are liquidated only without equity")
+def _(inject: Injection) -> None:
+    from tailguard.market import account
+
+    inject.function(account.margin_excess, lambda held, rates: held.equity)  # noqa: ARG005
+
+
 @fault("F18", "shorts pay the funding that they should receive")
 def _(inject: Injection) -> None:
     from tailguard.market import costs

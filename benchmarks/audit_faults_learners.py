@@ -190,6 +190,29 @@ def _(inject: Injection) -> None:
     inject.method(MarketConfig, "__post_init__", halved)
 
 
+@fault("C8", "the last of several evaluations is the best")
+def _(inject: Injection) -> None:
+    from tailguard.runs.validation import BestScore
+
+    inject.method(BestScore, "after", lambda self, score: BestScore(score))  # noqa: ARG005
+
+
+@fault("C9", "an ensemble is its first member")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.ensemble import Ensemble
+
+    combine = Ensemble.combine
+    inject.method(Ensemble, "combine", lambda self, actions: combine(self, actions[:1]))
+
+
+@fault("C9", "an ensemble's exposure is in force twice")
+def _(inject: Injection) -> None:
+    from tailguard.algorithm.ensemble import Ensemble
+
+    combine = Ensemble.combine
+    inject.method(Ensemble, "combine", lambda self, actions: self.exposure * combine(self, actions))
+
+
 @fault("C9", "an agent is loaded without its observation statistics")
 def _(inject: Injection) -> None:
     from tailguard.algorithm.saving import restore

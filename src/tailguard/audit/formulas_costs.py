@@ -136,7 +136,7 @@ def _books_of(panel: Panel, config: MarketConfig, seed: int) -> list[Measurement
     states, transitions = traded_path(seed, config, panel)
     laws = CostLaws(panel, config)
     gaps = dict.fromkeys(("cash", "net", "fee", "spread", "impact", "funding", "borrow"), 0.0)
-    lowest, finite, traded, liquidated = 0.0, True, 0.0, 0
+    lowest, finite, traded, liquidated, spared = 0.0, True, 0.0, 0, 0
     for row, done in enumerate(transitions, start=1):
         before, after = states[row - 1], states[row]
         cost = torch.stack(list(done.costs.values())).sum(0)
@@ -155,6 +155,8 @@ def _books_of(panel: Panel, config: MarketConfig, seed: int) -> list[Measurement
             gaps[kind] = max(gaps[kind], _gap(done.costs[kind][alive], wanted[alive]))
         traded += float((books.bought.abs().sum(1) / before.equity)[alive].sum())
         liquidated += int(done.liquidated.sum())
+        margin = after.equity - config.maintenance_margin * (after.weights.abs().sum(1) * after.equity)
+        spared += int((alive & (margin < 0)).sum())
     kind = max(("fee", "spread", "impact", "funding", "borrow"), key=lambda name: gaps[name])
     funding = "assumed" if panel.funding is None else "observed"
     return [
@@ -164,6 +166,7 @@ def _books_of(panel: Panel, config: MarketConfig, seed: int) -> list[Measurement
         at_most("gap of the net return to P&L − costs + what the exchange bore", gaps["net"], 1e-12),
         at_most(f"largest gap of a cost to its law, in shares of equity, {funding} funding", gaps[kind], 1e-9, kind),
         within("liquidations that the books went through", liquidated, 1, ACCOUNTS * BARS),
+        at_most("accounts that trade on below their maintenance margin", spared, 0.0),
         at_least("turnover that they went through", traded, 100.0),
     ]  # fmt: skip
 

@@ -242,7 +242,7 @@ def evaluation_sees_agent_and_costs(subject: Subject) -> Measurement:
     from tailguard.envs.trading import TradingEnv
     from tailguard.evaluate.backtest import backtest
     from tailguard.market import MarketConfig
-    from tailguard.runs.validation import Validation
+    from tailguard.runs.validation import BestScore, Validation
 
     free = MarketConfig(fee=0.0, half_spread=0.0, impact=0.0, participation=math.inf, funding_rate=0.0)
     fee = 0.003
@@ -266,6 +266,11 @@ def evaluation_sees_agent_and_costs(subject: Subject) -> Measurement:
     wrong = [f"{plain:.4g} without the fee, {net:.4g} with it" for plain, net in pairs if not plain > net]
     if scores[2] == scores[3]:
         wrong.append(f"two policies have one score, {scores[2]:.6g}")
+    best = BestScore()
+    for score in (0.1, 0.3, 0.3, -0.2):
+        best = best.after(score)
+    if (best.score, best.since) != (0.3, 2):
+        wrong.append(f"the best of 0.1, 0.3, 0.3, −0.2 is {best.score:g}, {best.since} evaluations ago")
     return worst(
         [
             at_most("|equity that a fee of 0.3 % takes from buy and hold − 0.003|", abs(missing - fee), 1e-9),
@@ -309,6 +314,25 @@ def _strangers(subject: Subject) -> list[str]:
     ]
 
 
+def _wrong_ensemble(members: list[Learner], obs: Tensor) -> Iterator[str]:
+    """How an ensemble's action differs from the mean of its members' times the exposure."""
+    from tailguard.algorithm.ensemble import Ensemble
+
+    with torch.no_grad():
+        members[1].policy.action_head.linear.bias.add_(0.7)
+    actions = [member.predict(obs.numpy(), deterministic=True)[0] for member in members]
+    together = Ensemble(members, 0.37)
+    wanted = 0.37 * np.mean(actions, axis=0)
+    for name, action in (
+        ("predict", together.predict(obs.numpy(), deterministic=True)[0]),
+        ("inference", together.inference_policy()(obs, True).detach().numpy()),
+    ):
+        if not np.allclose(action, wanted, atol=1e-6):
+            yield f"an ensemble's {name} is not the exposure times the mean of its members"
+    if np.allclose(actions[0], actions[1], atol=1e-3):
+        yield "the members of the ensemble act alike: nothing was compared"
+
+
 @register_check(
     "C9",
     "Is the trained agent the one that backtests and inference load?",
@@ -345,6 +369,7 @@ def saved_agent_is_the_trained_one(subject: Subject) -> Measurement:
     step = loaded.inference_policy()(obs, True)
     if not torch.allclose(step, torch.as_tensor(learner.predict(obs.numpy(), deterministic=True)[0]), atol=1e-6):
         wrong.append("inference acts otherwise than predict")
+    wrong += _wrong_ensemble([learner, loaded], obs)
     if subject.run is not None:
         wrong += _strangers(subject)
     return none_of("differences between the agent that was trained and the one that is loaded", wrong)
