@@ -4,7 +4,7 @@
 
 Every run is trained, opened again, and audited with the parts of its own network and learner; a fifth of them learn for
 long enough to earn. A line for each run goes to `--out`; the same command resumes after the lines that are there.
-`--whole` runs the slow checks, too. `--minutes` ends early, between two runs.
+`--whole` runs the slow checks, too; `--only` those that are named. `--minutes` ends early, between two runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ def settings_of(number: int) -> list[str]:
             *(f"{learner}.{name}={value}" for name, value in own.items())]  # fmt: skip
 
 
-def audited(number: int, *, whole: bool) -> dict[str, Any]:
-    """Train the run with this number and audit it."""
+def audited(number: int, *, whole: bool, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Train the run with this number and audit it, by these checks alone if some are named."""
     config = load_config(overrides=[*SMALL, *settings_of(number)])
     began = time.process_time()
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
@@ -81,7 +81,7 @@ def audited(number: int, *, whole: bool) -> dict[str, Any]:
         folder = Path(place) / "run"
         with contextlib.redirect_stdout(io.StringIO()):
             train(config, folder, Console(quiet=True))
-            report = audit(Subject.of_run(open_run(folder)), fast=not whole)
+            report = audit(Subject.of_run(open_run(folder)), fast=not whole and not only, only=only)
     failed = [{"id": one.check.id, "measured": one.measurement.measured, "number": one.measurement.number,
                "detail": one.measurement.detail} for one in report.failed]  # fmt: skip
     return {
@@ -106,12 +106,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("false_alarms.jsonl"))
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--whole", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[], help="ids of checks, or the beginnings of their ids")
     given = parser.parse_args()
     done, began = {line["run"] for line in lines_of(given.out)}, time.monotonic()
     for number in range(given.runs):
         if number in done or time.monotonic() - began > 60 * given.minutes:
             continue
-        line = audited(number, whole=given.whole)
+        line = audited(number, whole=given.whole, only=given.only)
         with given.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
         print(number, "failed:" if line["failed"] else "ok", line["failed"] or "", f"{line['seconds']} s", flush=True)
