@@ -13,8 +13,8 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tailguard"
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_version", "console", "deprecated", "device_ops", "errors", "member_axis", "memory_limits", "places", "plugins"),
-    ("sealed", "validate"),
+    ("_version", "console", "deprecated", "device_ops", "errors", "member_axis", "memory_limits", "places"),
+    ("field_docs", "plain_yaml", "plugins", "sealed", "validate"),
     ("data",),
     ("market",),
     ("envs",),

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tailguard.config import RunConfig, field_docs, load_config, to_dict, to_yaml
+from tailguard.config import RunConfig, load_config, to_dict, to_yaml
 from tailguard.errors import ConfigError
+from tailguard.field_docs import field_docs
 
 
 def test_the_printed_defaults_read_back_as_the_defaults(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 import yaml
 
-from tailguard.config import RunConfig, field_docs
+from tailguard.config import RunConfig
+from tailguard.field_docs import field_docs
 
 MEASURED = Path(__file__).with_name("audit_measured.json")
 """Numbers of the audit, which `audit_tables.py` writes."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import difflib
-import functools
 import importlib
-import inspect
-import itertools
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import yaml
 
 from tailguard.algorithm.config import LearnerConfig, PathwiseConfig, PPOConfig
 from tailguard.data.stored_features import FeaturePrecision
@@ -26,8 +19,10 @@ from tailguard.envs.episodes import REWARDS, Reward
 from tailguard.envs.randomisation import Randomisation
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
+from tailguard.field_docs import commented_yaml, field_docs
 from tailguard.market.config import MarketConfig
 from tailguard.market.presets import PRESETS, preset_settings
+from tailguard.plain_yaml import as_yaml, parse_yaml, plain, read_yaml, shortened
 from tailguard.plugins import load_plugins
 from tailguard.risk.config import RiskConfig
 from tailguard.robust.config import RobustConfig
@@ -37,14 +32,11 @@ LearnerKind = Literal["ppo", "pathwise"]
 Select = Literal["auto", "best", "last", "ensemble"]
 DEFAULT_MEMBERS = 4
 """Agents of a run with a risk limit, each trained without a quarter of the training part."""
-BOOLEAN = "tag:yaml.org,2002:bool"
 TABLES = (
     *("market.per_symbol", "data.delistings"),
     *("env.constraints.asset_caps", "env.constraints.groups", "env.constraints.group_caps"),
 )
 """Settings that are tables by names of the user's choice."""
-LARGEST_CONFIG = 2**18
-"""Bytes of a config file; all settings with their comments take about 15,000."""
 
 
 @dataclass(frozen=True)
@@ -285,10 +277,10 @@ def load_config(
     layers = [(source, {} if path is None else read_yaml(path))]
     for override in overrides:
         key, separator, value = override.partition("=")
-        named = f"--set {_short(override, quoted=False)}"
+        named = f"--set {shortened(override, quoted=False)}"
         if not separator or not key.strip():
             raise ConfigError(f"{named}: write it as section.key=value, for example ppo.gamma=0.995")
-        nested: Any = _parse_yaml(value, f"{named}: the value")
+        nested: Any = parse_yaml(value, f"{named}: the value")
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
         layers.append((named, nested))
@@ -332,7 +324,7 @@ def differing_settings(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
     """Settings that have changed, by name, as `ppo.gamma was 0.99 and is 0.5`."""
     before, after = dict(flat_settings(then)), dict(flat_settings(now))
     return {
-        key: f"{key} was {_short(before.get(key))} and is {_short(after.get(key))}"
+        key: f"{key} was {shortened(before.get(key))} and is {shortened(after.get(key))}"
         for key in before | after
         if before.get(key) != after.get(key)
     }
@@ -349,8 +341,8 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain dicts, lists and numbers, as YAML writes them."""
-    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
-    return plain
+    settings: dict[str, Any] = plain(dataclasses.asdict(config))
+    return settings
 
 
 def to_yaml(config: RunConfig, section: str | None = None) -> str:
@@ -363,106 +355,10 @@ def to_yaml(config: RunConfig, section: str | None = None) -> str:
             value = getattr(config, item.name)
             lines += [f"# {line}" for line in textwrap.wrap(field_docs(RunConfig)[item.name], 110)]
             if dataclasses.is_dataclass(value):
-                lines += [f"{item.name}:", *_describe(value, 1), ""]
+                lines += [f"{item.name}:", *commented_yaml(value, 1), ""]
             else:
-                lines += [f"{item.name}: {_as_yaml(value)}", ""]
+                lines += [f"{item.name}: {as_yaml(value)}", ""]
     return "\n".join(lines)
-
-
-@functools.cache
-def field_docs(kind: type) -> Mapping[str, str]:
-    """The docstring under each field of a dataclass, read from its source; inherited fields have their parent's."""
-    docs: dict[str, str] = {}
-    for parent in kind.__bases__:
-        if dataclasses.is_dataclass(parent):
-            docs |= field_docs(parent)
-    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    body = next(node for node in tree.body if isinstance(node, ast.ClassDef)).body
-    for item, after in itertools.pairwise(body):
-        if (
-            isinstance(item, ast.AnnAssign)
-            and isinstance(item.target, ast.Name)
-            and isinstance(after, ast.Expr)
-            and isinstance(after.value, ast.Constant)
-        ):
-            docs[item.target.id] = " ".join(str(after.value.value).split())
-    return docs
-
-
-def _describe(config: Any, depth: int) -> Iterator[str]:
-    indent = "  " * depth
-    kind: type = type(config)
-    docs = field_docs(kind)
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        yield from (f"{indent}# {line}" for line in textwrap.wrap(docs[item.name], 110))
-        if dataclasses.is_dataclass(value):
-            yield f"{indent}{item.name}:"
-            yield from _describe(value, depth + 1)
-        else:
-            yield f"{indent}{item.name}: {_as_yaml(value)}"
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(_plain(value), default_flow_style=True).removesuffix("...\n").strip()
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: cannot be read: not a plain file")
-        if path.exists() and path.stat().st_size > LARGEST_CONFIG:
-            raise ConfigError(f"{path}: {path.stat().st_size:,} bytes; a config has at most {LARGEST_CONFIG:,}")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file. To begin with all defaults: tailguard config > {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    sections = _parse_yaml(text, str(path))
-    if sections is None:
-        return {}
-    if not isinstance(sections, dict):
-        raise ConfigError(f"{path}: a config is a list of sections with settings, not {type(sections).__name__}")
-    return sections
-
-
-class _PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, which can expand a few lines to gigabytes.
-
-    Only true and false are booleans, as in YAML 1.2: `off` is a choice of several settings.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs give it no types
-            raise yaml.composer.ComposerError(
-                None, None, f"aliases (*{event.anchor}) are not allowed; write the value out", event.start_mark
-            )
-        return super().compose_node(parent, index)
-
-
-_PlainLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in patterns if tag != BOOLEAN]
-    for first, patterns in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_PlainLoader.add_implicit_resolver(BOOLEAN, re.compile(r"(true|True|TRUE|false|False|FALSE)\Z"), list("tTfF"))
-
-
-def _parse_yaml(text: str, what: str) -> Any:
-    """The parsed value; any fault in the text is a `ConfigError` that starts with `what`."""
-    loader = None
-    try:
-        loader = _PlainLoader(text)
-        return loader.get_single_data()
-    except RecursionError as error:
-        raise ConfigError(f"{what}: nested too deeply") from error
-    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
-        # A date such as 2021-13-40 and an integer of 5,000 digits are ValueErrors.
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{what}: not readable as YAML: {reason}") from error
-    finally:
-        if loader is not None:
-            loader.dispose()
 
 
 OPEN_TABLES = ("market.extra_costs", "ppo.loss_terms", "pathwise.loss_terms")
@@ -481,7 +377,7 @@ def _merge(settings: dict[str, Any], given: Mapping[Any, Any], source: str, pref
             raise ConfigError(f"{source}: {_unknown(str(name), settings, key, command)}")
         if isinstance(settings[name], dict):
             if not isinstance(value, dict):
-                raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {_short(value)}")
+                raise ConfigError(f"{source}: {key}: this is a section; give its settings, not {shortened(value)}")
             if key in TABLES:
                 settings[name] = _joined(settings[name], value)
                 continue
@@ -510,16 +406,11 @@ def _as_count(value: Any) -> Any:
     return int(number) if number.is_integer() else value
 
 
-def _short(value: Any, quoted: bool = True) -> str:
-    text = repr(value) if quoted else str(value)
-    return text if len(text) <= 120 else f"{text[:100]}… ({len(text):,} characters)"
-
-
 def _unknown(name: str, known: Mapping[str, Any], key: str, command: str) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     prefix = key.removesuffix(name)
     hint = f"Did you mean {prefix}{near[0]}?" if near else f"There are {', '.join(known)}."
-    return f"{_short(key, quoted=False)}: no such setting. {hint}  ({command} lists them)"
+    return f"{shortened(key, quoted=False)}: no such setting. {hint}  ({command} lists them)"
 
 
 def _load_plugins(names: Any, source: str, trust: bool) -> None:
@@ -557,15 +448,9 @@ def _build(settings: Mapping[str, Any], source: str) -> RunConfig:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(settings))
         wanted = KINDS.get(first["type"].partition("_")[0]) or first["msg"].removeprefix("Input should be ")
-        raise ConfigError(f"{source}: {key}: {_short(first['input'])} is not {wanted}") from None
+        raise ConfigError(f"{source}: {key}: {shortened(first['input'])} is not {wanted}") from None
 
 
 def _names(settings: Mapping[str, Any]) -> set[str]:
     """All keys at any depth."""
     return set(settings) | {name for part in settings.values() if isinstance(part, dict) for name in _names(part)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return [_plain(part) for part in value] if isinstance(value, tuple | list) else value

@@ -8,9 +8,10 @@ import math
 import pytest
 
 import tailguard as tg
-from tailguard.config import RunConfig, field_docs, load_config, to_dict
+from tailguard.config import RunConfig, load_config, to_dict
 from tailguard.errors import ConfigError
 from tailguard.experiment.build import build_learner
+from tailguard.field_docs import field_docs
 from tailguard.robust.config import RobustConfig
 
 

@@ -21,8 +21,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tailguard.config import read_yaml
 from tailguard.errors import ConfigError
+from tailguard.plain_yaml import read_yaml
 from tailguard.population.executor import Hyper, Value
 
 Scale = Literal["log", "linear", "integer", "choice"]
