@@ -307,13 +307,13 @@ class Session:
             self._skip("bar_age", message)
             return
         try:
-            prices = dict(self.venue.prices())
+            rules, prices = self.venue.instruments(), dict(self.venue.prices())
         except OutcomeUnknown as error:
             self.desk.failed(error)
-            self._skip("venue", f"no orders: the venue has not told its prices: {error}")
+            self._skip("venue", f"no orders: the venue has not told its prices and rules: {error}")
             return
         self._skipping = None
-        state, rules = self.ledger.state, self.venue.instruments()
+        state = self.ledger.state
         equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
         equity = min(equity, self.config.ceiling)
         for symbol in self.config.symbols:
