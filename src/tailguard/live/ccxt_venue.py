@@ -7,6 +7,7 @@ traded: nobody has tried how it answers.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -287,6 +288,8 @@ class CcxtVenue:
             assets, name, balance = self.traits.wallet
             currency = self.client.market(self.symbols[0])["settleId"]
             found = [float(each[balance]) for each in answer["info"][assets] if each[name] == currency]
+            if not all(map(math.isfinite, found)):
+                raise ValueError(found)
             return found[0] if found else 0.0
 
     def _instrument(self, symbol: str) -> Instrument:
