@@ -313,9 +313,12 @@ def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
     session.start()
     for _ in range(3):
         session.on_bar(opened.source.next_bar())
+    session.ledger.record("alarm", guard="clock", message="the venue's clock is +9.0 s from ours")
     console.print(render(session_view(session, "tailguard live RUN --release")))
     session.ledger.journal.close()
     shown = console.export_text()
+    assert re.search(r"state +frozen", shown)
+    assert f"{moment(session.clock.now())} UTC  clock: the venue's clock is +9.0 s from ours" in shown
     decision = session.ledger.state.last_decision
     assert "waiting for the first bar" in shown
     assert f"{decision['target'][0]:+.4f}" in shown

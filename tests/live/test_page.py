@@ -220,9 +220,14 @@ def test_the_page_shows_what_moved_the_last_decision(
         server.publish(view)
         window.open(server.url, drawn="drawn")
         text = window.run("return document.getElementById('moved').innerText")
+        shown = window.run("return document.body.innerText")
+        heads = window.run("return [...document.querySelectorAll('#positions th')].map(h => h.textContent)")
         widths = window.run("return [...document.querySelectorAll('#moved rect')].map(r => +r.getAttribute('width'))")
         assert window.log("browser") == []
         window.screenshot(tmp_path / "moved.png", whole=True)
+    assert heads == ["symbol", "weight at the close", "target"]  # nothing is held at a venue
+    assert "No orders: the account is simulated." in shown
+    assert "in money" not in shown
     found = view["moved"]["SYN01"]
     shares = [*(share for _, share, _ in found["moved"]), found["others"]]
     largest = max(abs(share) for share in shares)

@@ -197,16 +197,17 @@ class Session:
                 self.desk.settle(intent)
             if state.flatten_due:
                 self._flatten()
-        held = {symbol: plain(size) for symbol, size in state.ours.items() if size}
+        held = {symbol: size for symbol, size in state.ours.items() if size}
         self.ledger.record(
             "settled",
             simulated=self.desk is None,
             cancelled=0 if self.desk is None else self.desk.cancelled_now,
             in_flight=len(state.open_intents),
-            positions={symbol: f"{state.ours[symbol].normalize():+f}" for symbol in held},
+            positions={symbol: f"{size.normalize():+f}" for symbol, size in held.items()},
         )
+        told = ", ".join(f"{symbol} {size.normalize():+f}" for symbol, size in held.items())
         raise Killed(
-            f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "
+            f"killed: {state.killed}. Positions of ours: {told or 'none'}. To go on, a person runs the same command "
             "with --release"
         )
 
