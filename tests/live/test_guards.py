@@ -277,7 +277,7 @@ def test_a_network_without_numbers_kills_a_session(agent, shadow_session: Shadow
     assert not session.ledger.state.frozen
     with torch.no_grad():
         broken.members[0].policy.action_head.linear.weight.fill_(float("nan"))
-    with pytest.raises(Killed, match="decision: .*the agent's action is not a number"):
+    with pytest.raises(Killed, match=r"decision: .*the agent's action is not a number"):
         session.on_bar(source.next_bar())
     assert session.ledger.state.killed is not None
 
@@ -302,7 +302,7 @@ def test_a_bar_that_does_not_continue_the_history_is_not_used(paper_world: World
     session = world.session()
     world.trade(session, 3)
     bar = next(bars_of(world.bars, session.ledger.state.bars[-1].time_ms + 1))
-    values, (first, second) = dict(bar.values), world.bars.symbols
+    values, second = dict(bar.values), world.bars.symbols[1]
     if kind == "another symbol":
         values["OTHER"] = values.pop(second)
     elif kind == "a symbol is missing":
