@@ -85,6 +85,33 @@ def test_what_a_stranger_adds_is_left_alone_and_freezes_increases(paper_world: W
     assert world.venue.books.positions[symbol] == state.ours[symbol] + Decimal("0.7")
 
 
+def test_a_strangers_order_is_left_where_it_is(paper_world: WorldMaker) -> None:
+    """It rests through trading, a restart and a kill that closes everything of ours; what it fills is theirs."""
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    price = Decimal(repr(world.venue.prices()[symbol]))
+    limit = (price / 100).quantize(Decimal(1))
+    bid = OrderRequest("web_by_hand", symbol, Decimal(1), limit, False, world.clock.now(), "resting")
+    world.venue.place(bid)
+    world.trade(session, 5)
+    world.trade(world.session(), 5)
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        world.session().start()
+    order = world.venue.books.orders["web_by_hand"]
+    assert order["open"]
+    assert not world.records("freeze")
+    world.venue.fill_resting(order, Decimal("0.4"))
+    session = world.session()
+    with pytest.raises(Killed):
+        session.start()
+    session.release("a person")
+    world.trade(world.session(), 1)
+    assert Decimal(world.records("adopt")[-1]["foreign"]) == Decimal("0.4")
+    assert order["open"]
+
+
 def test_what_a_stranger_takes_is_no_longer_ours(paper_world: WorldMaker) -> None:
     world = paper_world(make_decider=lambda: Constant(0.5))
     session, symbol = world.session(), world.bars.symbols[0]
