@@ -28,6 +28,7 @@ from tailguard.errors import ConfigError, TailguardError
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.live.decide import WarmUpError
+from tailguard.live.display import PAUSE_S, Display, WatchedSource
 from tailguard.live.journal import JournalError, read_records
 from tailguard.live.opening import LiveSource, kill_switch, open_session, verify_session
 from tailguard.live.screen import moment, render
@@ -292,6 +293,29 @@ def test_the_page_of_a_process_shows_its_session_until_it_ends(run: Path) -> Non
     assert view["positions"][0]["target"] == decided[view["closed_ms"] - 3_600_000]["target"][0]
     assert view["state"] == "trading"
     assert f"{run} --mode shadow --release" in view["command"]
+
+
+def test_what_is_drawn_before_a_wait_is_the_last_decision(run: Path) -> None:
+    """A bar, its decision and its explanation come within milliseconds: the first of them must not hide the others
+    until the next bar."""
+    opened = open_session(run, "shadow", LiveSource(seconds_per_bar=1.2 * PAUSE_S))
+    session, views = opened.session, []
+    display = Display(session, "tailguard live RUN --release", [views.append])
+    session.ledger.listeners.append(display.hear)
+    source = WatchedSource(opened.source, display.before_waiting)
+    session.start()
+    for _ in range(3):
+        bar = source.next_bar()  # draws, waits, and gives the bar
+        session.on_bar(bar)
+        display.before_waiting()
+        assert views[-1]["closed_ms"] == bar.close_ms(3_600_000)
+        assert views[-1]["age_s"] == 0
+        assert views[-1]["moved"]
+    drawn = len(views)
+    for _ in range(20):
+        display.before_waiting()
+    assert len(views) == drawn  # at full speed not every bar is drawn
+    session.ledger.journal.close()
 
 
 def test_alerts_of_a_run_reach_a_command(run: Path, cli: Cli, tmp_path: Path) -> None:
