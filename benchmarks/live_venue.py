@@ -31,11 +31,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 import tailguard as tg
 from tailguard.config import load_config
 from tailguard.experiment.layout import RunLayout
+from tailguard.experiment.trained_run import load_run_agent
 from tailguard.live.books import BookStore
 from tailguard.live.journal import read_records
 from tailguard.live.opening import LiveSource
@@ -70,6 +72,10 @@ WARM_UP = 100
 """Bars before the first decision."""
 LOOSE = ("bar_age=1000", "order_notional=1e6", "hour_notional=1e6", "day_notional=1e6", "turnover=1e6", "jump=10")
 """Guards of the trips: bars that were missed are traded on, one after the other, so that orders are on the way."""
+LOOSE_DAY = ("hour_notional=1e6", "day_notional=1e6", "turnover=1e6", "drawdown=0.99")
+"""Guards of the soak: it trades far more in a day than they allow, and pays for it."""
+LOOSE_FAULTS = ("errors_per_hour=1000", "bar_age=0.5")
+"""With faults, too: the venue's clock is up to ten seconds wrong, and a bar of a minute is else fresh for six."""
 MAIN = "from tailguard.cli import main; main()"
 
 
@@ -138,9 +144,19 @@ def prepare(folder: Path, bars: int) -> tuple[Path, Path]:
         folder.mkdir(parents=True, exist_ok=True)
         tg.make_market(2_000, frequency="1m", seed=5).bars.frame.drop("segment").write_parquet(past)
         train(load_config(overrides=[*SMALL, f"data.path={past}"]), run, Console(quiet=True))
+        make_bold(run)
     shutil.rmtree(run / "live", ignore_errors=True)
     tg.make_market(bars + WARM_UP, frequency="1m", seed=8).bars.frame.drop("segment").write_parquet(data)
     return run, data
+
+
+def make_bold(run: Path) -> None:
+    """An agent that has hardly learned holds next to nothing: larger outputs make it trade at every bar."""
+    agent = load_run_agent(run)
+    assert isinstance(agent, tg.DistributionalPPO)
+    with torch.no_grad():
+        agent.policy.action_head.linear.weight.mul_(100)
+    agent.save(RunLayout(run).agent_path)
 
 
 def journal_of(run: Path) -> list[dict[str, Any]]:
@@ -151,7 +167,8 @@ def soak(run: Path, data: Path, bars: int, every: int, faults: bool) -> None:
     chances = [part for name, rate in FAULTS.items() if faults for part in ("--fault", f"{name}={rate}")]
     venue = Process("venue", run, "--data", data, "--seed", 1, *chances)
     address = venue.wait_for("http://").split()[1]
-    guards = ["--guard", "errors_per_hour=1000"] if faults else []
+    loose = (*LOOSE_DAY, *(LOOSE_FAULTS if faults else ()))
+    guards = [part for name in loose for part in ("--guard", name)]
     session = Process("live", run, "--mode", "paper", "--venue", address, *guards)
     decisions, next_line, spent, count = Decisions(RunLayout(run).journal_path("paper")), 1, (0.0, 0.0), 0
     while session.process.poll() is None:

@@ -282,8 +282,8 @@ class Session:
 
     def _now(self) -> int:
         """The later of our clock and the venue's: a clock that was set back makes no bar fresh."""
-        now = self.clock.now()
-        return now if self.desk is None else max(now, now + self.desk.clock_offset)
+        ahead = 0 if self.desk is None else self.desk.clock_offset
+        return self.clock.now() + max(0, ahead)
 
     def _is_stale(self, bar: LiveBar) -> bool:
         return self.guards.is_stale(bar, self._now())
@@ -328,7 +328,10 @@ class Session:
             return
         if self._is_stale(bar):
             age, most = self._now() - bar.close_ms(self.config.bar_ms), self.guards.longest_age_ms
-            message = f"no orders: the bar closed {age / 1000:g} s ago, and guards.bar_age allows {most / 1000:g} s"
+            whose = " by the venue's clock" if self.desk.clock_offset >= 1_000 else ""
+            message = (
+                f"no orders: the bar closed {age / 1000:g} s ago{whose}, and guards.bar_age allows {most / 1000:g} s"
+            )
             self._skip("bar_age", message)
             return
         try:
