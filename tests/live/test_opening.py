@@ -337,6 +337,11 @@ def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
     session.start()
     for _ in range(3):
         session.on_bar(opened.source.next_bar())
+    small = Console(width=80, record=True, file=io.StringIO())
+    small.print(render(session_view(session, "tailguard live RUN --release")))
+    lines = small.export_text().splitlines()
+    assert len(lines) <= 23  # a terminal of 80 x 24 shows it all
+    assert "increases are frozen" in lines[0]
     session.ledger.record("alarm", guard="clock", message="the venue's clock is +9.0 s from ours")
     console.print(render(session_view(session, "tailguard live RUN --release")))
     session.ledger.journal.close()

@@ -17,13 +17,16 @@ ALARMS = 5
 
 
 def render(view: View) -> RenderableType:
-    """Position, target, equity, budget used, distance to the guards, age of the last bar and the last decision."""
+    """Position, target, equity, budget used, distance to the guards, age of the last bar and the last decision.
+
+    What blocks trading comes first: a small terminal cuts off the end.
+    """
     head = Table.grid(padding=(0, 2))
     head.add_row("session", view["run"])
     head.add_row("mode", view["mode"])
     if view["decision"] is None:
         head.add_row("state", "waiting for the first bar")
-        return Group(head, *_blocked(view), *_alarms(view))
+        return Group(*_blocked(view), head, *_alarms(view))
     head.add_row("state", Text(view["state"], style="bold red" if view["state"] in ("frozen", "killed") else ""))
     head.add_row("last bar", f"{moment(view['closed_ms'])} UTC, closed {view['age_s']:,.0f} s ago")
     head.add_row("equity", f"{view['equity']:.4f}" + ("" if view["simulated"] else f", {view['money']:,.2f} in money"))
@@ -33,18 +36,19 @@ def render(view: View) -> RenderableType:
     open_orders = len(view["orders"])
     known = "none, as the account is simulated" if view["simulated"] else "the outcome of every order is known"
     head.add_row("orders", f"{open_orders} with an unknown outcome" if open_orders else known)
-    positions = Table("symbol", "weight at the close", "target", *([] if view["simulated"] else ["ours", "not ours"]))
+    columns = ["symbol", "weight at the close", "target", *([] if view["simulated"] else ["ours", "not ours"])]
+    positions = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for row in view["positions"]:
         target = "held" if row["target"] is None else f"{row['target']:+.4f}"
         sizes = [] if view["simulated"] else [f"{row['ours']:+g}", f"{row['foreign']:+g}" if row["foreign"] else ""]
         positions.add_row(Text(row["symbol"]), f"{row['weight']:+.4f}", target, *sizes)
-    limits = Table("limit", "used", "")
+    limits = Table("limit", "used", "", box=None, padding=(0, 2, 0, 0))
     budget = view["budget"]
     if budget is not None:
         limits.add_row(f"budget, bar {budget['age']} of {budget['window']}", *_used(budget["used"]))
     for row in view["limits"]:
         limits.add_row(row["name"], *_used(row["used"]))
-    return Group(head, positions, limits, *_blocked(view), *_alarms(view))
+    return Group(*_blocked(view), head, "", positions, "", limits, *_alarms(view))
 
 
 def line(session: Session) -> str:
@@ -76,7 +80,8 @@ def moved_text(symbol: str, found: dict[str, Any], most: int = 3) -> str:
 def _alarms(view: View) -> list[Text]:
     """The last alarms that block nothing, or no longer."""
     told = [alarm for alarm in view["alarms"] if not alarm["active"]][:ALARMS]
-    return [Text(f"{moment(alarm['time_ms'])} UTC  {alarm['guard']}: {alarm['message']}") for alarm in told]
+    lines = [Text(f"{moment(alarm['time_ms'])} UTC  {alarm['guard']}: {alarm['message']}") for alarm in told]
+    return [Text(""), *lines] if lines else []
 
 
 def _blocked(view: View) -> list[Text]:
