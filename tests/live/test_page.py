@@ -187,6 +187,7 @@ def test_the_page_in_a_browser(traded: World, tmp_path: Path, browser, width: in
         window.open(server.url, drawn="drawn")
         text = window.run("return document.body.innerText")
         assert window.run(WIDTH) <= width
+        assert window.run("const t = document.querySelector('.wide'); return t.scrollWidth <= t.clientWidth")
         assert window.run("return document.querySelectorAll('#chart polyline')[0].points.length") == 60
         assert window.run("return document.querySelectorAll('#positions td').length") == 10
         assert window.run(INK) == ("rgb(230, 233, 236)rgb(20, 24, 28)" if dark else "rgb(27, 31, 36)rgb(255, 255, 255)")
