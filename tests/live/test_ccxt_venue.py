@@ -89,6 +89,7 @@ FAULTS = {
     "late_events": FaultRates(late_events=0.5, reply_lost=0.5, repeated_events=0.5),
     "disconnect": FaultRates(disconnect=0.01),
     "clock_jump": FaultRates(clock_jump=0.02),
+    "stale_account": FaultRates(stale_account=1.0),
 }
 
 
