@@ -34,6 +34,9 @@ from tailguard.live.session import Killed
 from tailguard.live.simulation import ReplayedMarket
 from tailguard.market import MarketConfig
 
+FIRST_ROW = 10
+"""Bars before the first that a session trades."""
+
 
 def run_schedule(seed: int, replayed: ReplayedMarket, processes: bool) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
@@ -121,7 +124,7 @@ def trip(replayed: ReplayedMarket, draw: random.Random, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=2_000)
-    parser.add_argument("--bars", type=int, default=40)
+    parser.add_argument("--bars", type=int, default=40, help="bars that each session trades")
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--processes", action="store_true", help="kill real processes with SIGKILL")
     parser.add_argument("--results", type=Path, help="file to keep results in and to go on from")
@@ -129,9 +132,9 @@ def main() -> None:
     parser.add_argument("--trips", type=int, default=0, help="measure the kill switch instead, so many times")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked
-    rows = (400 if arguments.trips else arguments.bars) + 20
+    rows = FIRST_ROW + (400 if arguments.trips else arguments.bars)
     markets = [
-        ReplayedMarket.of(tg.make_market(rows, assets=assets, seed=3).bars, MarketConfig(), 10)
+        ReplayedMarket.of(tg.make_market(rows, assets=assets, seed=3).bars, MarketConfig(), FIRST_ROW)
         for assets in ((2,) if arguments.trips else (1, 2, 3))
     ]
     if arguments.trips:

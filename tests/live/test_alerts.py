@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from tailguard.errors import ConfigError
-from tailguard.live.alerts import WAITING, AlertConfig, Alerter, redacted
+from tailguard.live.alerts import WAITING, AlertConfig, Alerter, alerting, redacted
 from tailguard.live.guards import GuardConfig
+from tailguard.live.journal import JournalError
 from tailguard.live.session import Killed
 
 from .conftest import WorldMaker
+from .test_journal import files_up_to
 
 QUICK = AlertConfig(pause_s=0.01, timeout_s=60)
 Answers = Callable[..., str]
@@ -111,6 +113,26 @@ def test_guards_and_kills_of_a_session_reach_webhook_and_command(paper_world: Wo
     assert sent[1]["text"] == "demo: kill: enough"
     assert [json.loads(line) for line in out.read_text().splitlines()] == sent
     assert failures_of(alerter) == []
+
+
+def test_an_end_by_an_error_is_an_alert(paper_world: WorldMaker, hook) -> None:
+    """The disk is full: nothing can be journalled any more, and somebody has to know that the session is gone. What an
+    error says that nobody foresaw may hold anything, and stays here."""
+    server, world = hook(), paper_world()
+    session = world.session()
+    world.trade(session, 3)
+    config = replace(QUICK, webhook=server.address)
+    with pytest.raises(JournalError), alerting(config, session), files_up_to(world.journal_path.stat().st_size):
+        world.trade(session, 1)
+    with pytest.raises(ZeroDivisionError), alerting(config, world.session()):
+        raise ZeroDivisionError("hunter2")
+    with pytest.raises(Killed), alerting(config, world.session()):
+        raise Killed("killed: enough")
+    told = [(each["kind"], each["message"]) for each in map(json.loads, server.bodies) if each["kind"] != "watching"]
+    assert [kind for kind, _ in told] == ["failed", "failed"]
+    assert "the session has ended: " in told[0][1]
+    assert "a line could not be written" in told[0][1]
+    assert told[1][1] == "the session has ended: ZeroDivisionError"
 
 
 def test_an_answer_that_may_pass_is_followed_by_another_attempt(hook) -> None:

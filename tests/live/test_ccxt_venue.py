@@ -89,6 +89,7 @@ FAULTS = {
     "late_events": FaultRates(late_events=0.5, reply_lost=0.5, repeated_events=0.5),
     "disconnect": FaultRates(disconnect=0.01),
     "clock_jump": FaultRates(clock_jump=0.02),
+    "stale_account": FaultRates(stale_account=1.0),
 }
 
 
@@ -182,6 +183,31 @@ def test_rules_of_the_exchange_are_those_of_ccxts_markets(make) -> None:
         Decimal("0.002"),
         Decimal(20),
     )
+
+
+def test_rules_that_the_exchange_changes_are_read_again(make, tmp_path: Path) -> None:
+    """Lot, tick and minima grow while a session trades: one order is refused, and the next one keeps the new rules.
+    What is held is reported to the old lot, although it is no multiple of the new one."""
+    exchange, address = make(instruments={"SYN01": RULES})
+    coarse = Instrument("SYN01", Decimal("0.05"), Decimal("0.25"), Decimal("0.1"), Decimal(100))
+    with trading(address, tmp_path, ONE, guards=LOOSE) as (session, source):
+        session.start()
+        for number in range(12):
+            if number == 4:
+                exchange.venue.rules["SYN01"] = coarse
+            session.on_bar(source.next_bar())
+        state = session.ledger.state
+    intents = records_of(tmp_path, "intent")
+    outcomes = {record["id"]: record["outcome"] for record in records_of(tmp_path, "order")}
+    refused = [each["id"] for each in intents if outcomes[each["id"]].startswith("refused")]
+    assert refused == [intents[4]["id"]]
+    assert len(exchange.venue.books.orders) == len(intents) - 1 >= 9
+    later = intents[5:]
+    assert all(Decimal(each["quantity"]) % coarse.lot == 0 == Decimal(each["limit"]) % coarse.tick for each in later)
+    assert state.ours[ONE[0]] == exchange.venue.books.positions["SYN01"]
+    assert state.ours[ONE[0]] % coarse.lot != 0
+    assert not records_of(tmp_path, "freeze")
+    assert [record["guard"] for record in records_of(tmp_path, "alarm")] == ["refused"]
 
 
 def test_an_order_is_reported_exactly(make) -> None:

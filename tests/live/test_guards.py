@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from decimal import Decimal
 
 import numpy as np
 import polars as pl
 import pytest
+import torch
 
 import tailguard as tg
 from tailguard.errors import ConfigError
-from tailguard.live.bar_history import LiveBar, bars_of
+from tailguard.live.bar_history import LiveBar, ReplaySource, bars_of
 from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.guards import GuardConfig, Guards
 from tailguard.live.orders import OrderConfig
 from tailguard.live.session import Killed
 from tailguard.live.session_state import DAY_MS, HOUR_MS, LiveState
 from tailguard.live.simulation import RandomWeights
-from tailguard.live.venue import OutcomeUnknown
+from tailguard.live.venue import OutcomeUnknown, SimulatedClock
 from tailguard.market import MarketConfig
 
-from .conftest import HOUR, LOOSE, WorldMaker
+from .conftest import HOUR, LOOSE, ShadowMaker, WorldMaker, open_time
 from .test_reconcile import Constant
 
 CAPITAL = 100_000.0
@@ -218,6 +220,100 @@ def test_a_stale_bar_is_decided_on_but_not_traded(paper_world: WorldMaker) -> No
         session.on_bar(bar)
     assert len(world.records("decision")) == 3
     assert len(world.venue.sends) == 2
+
+
+@pytest.mark.parametrize(("ahead_s", "sends"), [(359, 6), (361, 3)])
+def test_a_bar_is_stale_by_the_venues_clock_too(paper_world: WorldMaker, ahead_s: int, sends: int) -> None:
+    """Our clock is set back: by it every bar has just closed, and by the venue's it closed minutes ago."""
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 3)
+    world.faults.clock_skew_ms = 1_000 * ahead_s
+    world.trade(session, 3)
+    assert len(world.venue.sends) == sends
+    assert len(world.records("decision")) == 6
+    told = {record["guard"]: record["message"] for record in world.records("alarm")}
+    assert f"the venue's clock is +{ahead_s}.0 s from ours" in told["clock"]
+    assert ("bar_age" in told) == (ahead_s > 360)
+    assert "s ago by the venue's clock" in told.get("bar_age", "s ago by the venue's clock")
+
+
+class Undecided(RandomWeights):
+    """A policy whose network gives no number."""
+
+    def weights_at(self, _: int) -> list[float]:
+        return [float("nan")]
+
+
+def test_a_decision_that_is_no_number_kills_and_holds(paper_world: WorldMaker) -> None:
+    world = paper_world()
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    held, good = session.ledger.state.ours[symbol], session.decider.weights_at
+    session.decider.weights_at = Undecided(1).weights_at
+    with pytest.raises(Killed, match=r"decision: the target weights are \[nan\]"):
+        world.trade(session, 1)
+    assert session.ledger.state.ours[symbol] == held != 0
+    assert len(world.venue.sends) == len(world.records("decision")) == 3
+    # Whoever releases it with a policy that decides again goes on at this very bar.
+    session.decider.weights_at = good
+    session = world.session()
+    session.release("a person")
+    world.trade(session, 1)
+    assert len(world.records("decision")) == 5
+    assert len(world.venue.sends) == 5
+
+
+def test_a_network_without_numbers_kills_a_session(agent, shadow_session: ShadowMaker) -> None:
+    """The real policy after its weights have become NaN, as by a broken file."""
+    bars = tg.make_market(230, seed=8).bars
+    first = open_time(bars, 200)
+    clock = SimulatedClock(first)
+    broken = copy.deepcopy(agent)
+    session = shadow_session(broken, bars, first, clock)
+    session.start()
+    source = ReplaySource(bars, first - 1, clock)
+    for _ in range(5):
+        session.on_bar(source.next_bar())
+    assert not session.ledger.state.frozen
+    with torch.no_grad():
+        broken.members[0].policy.action_head.linear.weight.fill_(float("nan"))
+    with pytest.raises(Killed, match=r"decision: .*the agent's action is not a number"):
+        session.on_bar(source.next_bar())
+    assert session.ledger.state.killed is not None
+
+
+def test_an_account_without_numbers_kills(paper_world: WorldMaker) -> None:
+    """Equity that is no number is above no limit and below none: no guard on the account would ever trip again."""
+    world = paper_world()
+    session = world.session()
+    world.trade(session, 3)
+    world.venue.books.cash = float("nan")
+    with pytest.raises(Killed, match="equity: it is nan"):
+        world.trade(session, 1)
+    assert len(world.venue.sends) == 3
+    assert session.ledger.state.peak_equity > 0
+    assert np.isfinite(session.ledger.state.equities).all()
+
+
+@pytest.mark.parametrize("kind", ["between two bars", "another symbol", "a symbol is missing"])
+def test_a_bar_that_does_not_continue_the_history_is_not_used(paper_world: WorldMaker, kind: str) -> None:
+    """In the journal it would end every later start."""
+    world = paper_world(tg.make_market(60, assets=2, seed=3).bars)
+    session = world.session()
+    world.trade(session, 3)
+    bar = next(bars_of(world.bars, session.ledger.state.bars[-1].time_ms + 1))
+    values, second = dict(bar.values), world.bars.symbols[1]
+    if kind == "another symbol":
+        values["OTHER"] = values.pop(second)
+    elif kind == "a symbol is missing":
+        del values[second]
+    wrong = LiveBar(bar.time_ms + (HOUR // 2 if kind == "between two bars" else 0), values)
+    session.on_bar(wrong)
+    assert "inconsistent_bar" in session.ledger.state.frozen
+    assert len(world.records("bar")) == 3
+    world.trade(world.session(), 3)
+    assert len(world.records("bar")) == 6
 
 
 def test_a_venue_whose_price_is_not_that_of_the_bars_freezes(paper_world: WorldMaker) -> None:

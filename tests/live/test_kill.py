@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tailguard.live.reconcile import plain
 from tailguard.live.session import Killed
 
 from .conftest import HOUR, WorldMaker
+from .test_journal import files_up_to
 from .test_reconcile import Constant
 
 
@@ -149,6 +151,59 @@ def test_a_kill_that_asks_for_it_closes_our_positions_and_nothing_else(paper_wor
         world.session().start()
     assert len(world.records("flattened")) == 1
     assert len([record for record in world.records("intent") if record["flatten"]]) == len(flattening)
+
+
+class PowerCut(BaseException):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("rates", [FaultRates(), FaultRates(partial_fill=0.7, reply_lost=0.3, request_late=0.3)])
+def test_a_process_that_dies_while_it_flattens_closes_the_rest_and_never_more(paper_world: WorldMaker, rates) -> None:
+    """Death at the n-th moment of a flattening, for every n, and again in the start after it. The position of a
+    stranger stays, and what is ours never passes zero."""
+    for number in range(1, 60):
+        world = paper_world(make_decider=lambda: Constant(0.8), faults=Faults(seed=number))
+        world.journal_path.unlink(missing_ok=True)
+        world.kill.release()
+        symbol, moments = world.bars.symbols[0], 0
+        world.trade(world.session(), 3)
+        world.venue.trade_outside(symbol, Decimal(2))
+        held = [world.venue.books.positions[symbol]]
+        world.venue.on_change = lambda _: held.append(world.venue.books.positions[symbol])  # noqa: B023
+        world.faults.rates = rates
+        world.kill.trip("sell everything", flatten=True)
+
+        def dies(_: str) -> None:
+            nonlocal moments
+            moments += 1
+            if moments in (number, 2 * number):  # noqa: B023 (called within the iteration)
+                raise PowerCut
+
+        world.crash_point = dies
+        for _ in range(4):
+            try:
+                world.session().start()
+            except PowerCut:
+                world.clock.sleep(30)
+            except Killed:
+                break
+        assert moments >= number or number > 20
+        assert world.venue.books.positions[symbol] == 2
+        assert all(before >= after >= 2 for before, after in pairwise(held))
+        assert len(world.records("flattened")) == 1
+
+
+def test_a_switch_can_be_tripped_on_a_full_disk(tmp_path: Path) -> None:
+    """An empty file needs no room. What cannot be written down, as a wish to flatten, is an error that says so."""
+    switch = KillSwitch(tmp_path / "KILL")
+    with files_up_to(0):
+        switch.trip("enough")
+    assert switch.is_tripped()
+    assert not switch.wants_flat()
+    switch.release()
+    with files_up_to(0), pytest.raises(OSError, match="too large"):
+        switch.trip("enough", flatten=True)
+    assert switch.is_tripped()
 
 
 def test_a_flattening_kill_outlasts_an_outage_of_the_venue(paper_world: WorldMaker) -> None:

@@ -28,6 +28,7 @@ from tailguard.errors import ConfigError, TailguardError
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.live.decide import WarmUpError
+from tailguard.live.display import PAUSE_S, Display, WatchedSource
 from tailguard.live.journal import JournalError, read_records
 from tailguard.live.opening import LiveSource, kill_switch, open_session, verify_session
 from tailguard.live.screen import moment, render
@@ -294,6 +295,29 @@ def test_the_page_of_a_process_shows_its_session_until_it_ends(run: Path) -> Non
     assert f"{run} --mode shadow --release" in view["command"]
 
 
+def test_what_is_drawn_before_a_wait_is_the_last_decision(run: Path) -> None:
+    """A bar, its decision and its explanation come within milliseconds: the first of them must not hide the others
+    until the next bar."""
+    opened = open_session(run, "shadow", LiveSource(seconds_per_bar=1.2 * PAUSE_S))
+    session, views = opened.session, []
+    display = Display(session, "tailguard live RUN --release", [views.append])
+    session.ledger.listeners.append(display.hear)
+    source = WatchedSource(opened.source, display.before_waiting)
+    session.start()
+    for _ in range(3):
+        bar = source.next_bar()  # draws, waits, and gives the bar
+        session.on_bar(bar)
+        display.before_waiting()
+        assert views[-1]["closed_ms"] == bar.close_ms(3_600_000)
+        assert views[-1]["age_s"] == 0
+        assert views[-1]["moved"]
+    drawn = len(views)
+    for _ in range(20):
+        display.before_waiting()
+    assert len(views) == drawn  # at full speed not every bar is drawn
+    session.ledger.journal.close()
+
+
 def test_alerts_of_a_run_reach_a_command(run: Path, cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "told.jsonl"
     program = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read() + chr(10))"
@@ -313,9 +337,17 @@ def test_the_screen_shows_account_guards_and_alarms(run: Path) -> None:
     session.start()
     for _ in range(3):
         session.on_bar(opened.source.next_bar())
+    small = Console(width=80, record=True, file=io.StringIO())
+    small.print(render(session_view(session, "tailguard live RUN --release")))
+    lines = small.export_text().splitlines()
+    assert len(lines) <= 23  # a terminal of 80 x 24 shows it all
+    assert "increases are frozen" in lines[0]
+    session.ledger.record("alarm", guard="clock", message="the venue's clock is +9.0 s from ours")
     console.print(render(session_view(session, "tailguard live RUN --release")))
     session.ledger.journal.close()
     shown = console.export_text()
+    assert re.search(r"state +frozen", shown)
+    assert f"{moment(session.clock.now())} UTC  clock: the venue's clock is +9.0 s from ours" in shown
     decision = session.ledger.state.last_decision
     assert "waiting for the first bar" in shown
     assert f"{decision['target'][0]:+.4f}" in shown

@@ -170,6 +170,20 @@ def test_refused_orders_are_tried_again_as_another_attempt_with_another_id(paper
     check_books(world)
 
 
+def test_refused_orders_are_an_alarm_once_until_one_is_taken(paper_world: WorldMaker) -> None:
+    """An account without margin trades nothing for hours: somebody has to know, and not at every bar."""
+    world = paper_world(faults=Faults(FaultRates(rejected=1.0)))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    world.faults.rates = FaultRates()
+    world.trade(session, 2)
+    world.faults.rates = FaultRates(rejected=1.0)
+    world.trade(session, 3)
+    alarms = [(record["guard"], record["message"]) for record in world.records("alarm")]
+    assert alarms == [("refused", f"{symbol}: the venue refuses our orders: margin is insufficient")] * 2
+    assert len(world.venue.books.orders) == 2
+
+
 def test_a_ban_of_days_is_not_slept_through(paper_world: WorldMaker) -> None:
     """Three attempts, a minute apart, and a kill switch that ends the wait within five seconds."""
     world = paper_world()

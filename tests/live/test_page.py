@@ -187,6 +187,7 @@ def test_the_page_in_a_browser(traded: World, tmp_path: Path, browser, width: in
         window.open(server.url, drawn="drawn")
         text = window.run("return document.body.innerText")
         assert window.run(WIDTH) <= width
+        assert window.run("const t = document.querySelector('.wide'); return t.scrollWidth <= t.clientWidth")
         assert window.run("return document.querySelectorAll('#chart polyline')[0].points.length") == 60
         assert window.run("return document.querySelectorAll('#positions td').length") == 10
         assert window.run(INK) == ("rgb(230, 233, 236)rgb(20, 24, 28)" if dark else "rgb(27, 31, 36)rgb(255, 255, 255)")
@@ -220,9 +221,14 @@ def test_the_page_shows_what_moved_the_last_decision(
         server.publish(view)
         window.open(server.url, drawn="drawn")
         text = window.run("return document.getElementById('moved').innerText")
+        shown = window.run("return document.body.innerText")
+        heads = window.run("return [...document.querySelectorAll('#positions th')].map(h => h.textContent)")
         widths = window.run("return [...document.querySelectorAll('#moved rect')].map(r => +r.getAttribute('width'))")
         assert window.log("browser") == []
         window.screenshot(tmp_path / "moved.png", whole=True)
+    assert heads == ["symbol", "weight at the close", "target"]  # nothing is held at a venue
+    assert "No orders: the account is simulated." in shown
+    assert "in money" not in shown
     found = view["moved"]["SYN01"]
     shares = [*(share for _, share, _ in found["moved"]), found["others"]]
     largest = max(abs(share) for share in shares)

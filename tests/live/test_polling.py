@@ -123,6 +123,22 @@ def test_a_bar_that_does_not_come_is_a_gap_after_one_bar(exchange: type[Scripted
     assert exchange.clock.now() >= FIRST + 202 * HOUR
 
 
+def test_a_bar_that_is_late_is_an_alarm_once(exchange: type[Scripted]) -> None:
+    """The exchange answers and has nothing new for three hours, as in its maintenance: a person has to know."""
+    exchange.hidden = set(range(200, 330))
+    exchange.clock.observers.append(lambda now: exchange.hidden.clear() if now > FIRST + 204 * HOUR else None)
+    source = source_of(exchange)
+    source.poll_s = 20
+    alarms: list[tuple[int, str]] = []
+    source.alarm = lambda message: alarms.append((exchange.clock.now(), message))
+    assert source.next_bar().time_ms == FIRST + 200 * HOUR
+    ((told, message),) = alarms
+    assert 360_000 < told - (FIRST + 201 * HOUR) < 400_000
+    assert message.startswith("no new bar: that of 2021-01-09 08:00 closed 3")
+    assert source.next_bar().time_ms == FIRST + 201 * HOUR
+    assert len(alarms) == 1
+
+
 def test_a_bar_waits_until_every_symbol_has_it(exchange: type[Scripted]) -> None:
     exchange.hidden = {200}
     source = source_of(exchange, ("SYN01", "OTHER"))

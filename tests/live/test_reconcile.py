@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 
 import pytest
 
 import tailguard as tg
+from tailguard.live.faults import FaultRates, Faults
 from tailguard.live.orders import PREFIX
 from tailguard.live.reconcile import OVERLAP_MS, plain
 from tailguard.live.session import Killed
@@ -81,6 +83,33 @@ def test_what_a_stranger_adds_is_left_alone_and_freezes_increases(paper_world: W
     assert all(size < 0 for size in sizes)
     assert 0 <= state.ours[symbol] <= before
     assert world.venue.books.positions[symbol] == state.ours[symbol] + Decimal("0.7")
+
+
+def test_a_strangers_order_is_left_where_it_is(paper_world: WorldMaker) -> None:
+    """It rests through trading, a restart and a kill that closes everything of ours; what it fills is theirs."""
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    price = Decimal(repr(world.venue.prices()[symbol]))
+    limit = (price / 100).quantize(Decimal(1))
+    bid = OrderRequest("web_by_hand", symbol, Decimal(1), limit, False, world.clock.now(), "resting")
+    world.venue.place(bid)
+    world.trade(session, 5)
+    world.trade(world.session(), 5)
+    world.kill.trip("sell everything", flatten=True)
+    with pytest.raises(Killed, match="Positions of ours: none"):
+        world.session().start()
+    order = world.venue.books.orders["web_by_hand"]
+    assert order["open"]
+    assert not world.records("freeze")
+    world.venue.fill_resting(order, Decimal("0.4"))
+    session = world.session()
+    with pytest.raises(Killed):
+        session.start()
+    session.release("a person")
+    world.trade(world.session(), 1)
+    assert Decimal(world.records("adopt")[-1]["foreign"]) == Decimal("0.4")
+    assert order["open"]
 
 
 def test_what_a_stranger_takes_is_no_longer_ours(paper_world: WorldMaker) -> None:
@@ -160,3 +189,61 @@ def test_a_reconciliation_lists_only_what_can_still_change(paper_world: WorldMak
     world.trade(world.session(), 1)
     # A new process does not know when the last one asked.
     assert max(asked[40:]) == DAY_MS
+
+
+def test_a_position_that_the_venue_shows_a_moment_late_is_ours(paper_world: WorldMaker) -> None:
+    """A new process asks at once after a fill, and the venue still shows the account of before: it is asked again."""
+    world = paper_world(make_decider=lambda: Constant(0.5), faults=Faults(FaultRates(stale_account=1.0)))
+    symbol = world.bars.symbols[0]
+    world.trade(world.session(), 1)
+    held = world.venue.books.positions[symbol]
+    assert world.venue.account().positions[symbol] == 0 < held
+    session = world.session()
+    session.start()
+    assert (session.ledger.state.ours[symbol], session.ledger.state.foreign[symbol]) == (held, 0)
+    assert not world.records("freeze")
+    assert not world.records("adopt")
+    assert world.faults.counts["stale_account"] >= 2
+
+
+def test_a_position_that_the_venue_shows_again_is_ours_again(paper_world: WorldMaker) -> None:
+    """For a bar the venue shows an empty account. Increases are frozen, and when the position is back it is ours:
+    as somebody else's it would be left alone, and the next decision would buy it a second time."""
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    state, held = session.ledger.state, world.venue.books.positions[symbol]
+    empty = replace(world.venue.books, cash=100_000.0, positions={symbol: Decimal(0)})
+    world.venue.shown_books = lambda: empty
+    world.trade(session, 1)
+    assert (state.ours[symbol], state.foreign[symbol]) == (0, 0)
+    assert "the venue has 0" in state.frozen["position"]
+    assert world.venue.books.positions[symbol] == held
+    del world.venue.shown_books
+    world.trade(session, 1)
+    assert (state.ours[symbol], state.foreign[symbol]) == (world.venue.books.positions[symbol], 0)
+    assert 0 < state.ours[symbol] <= held
+    assert "position" in state.frozen
+    session.release("a person")
+    world.trade(world.session(), 5)
+    weight = float(world.venue.books.positions[symbol]) * world.venue.prices()[symbol] / world.venue.equity()
+    assert weight == pytest.approx(0.5, abs=0.02)
+
+
+def test_what_a_person_has_accepted_is_not_ours_again(paper_world: WorldMaker) -> None:
+    """Somebody sells our position, a person releases the session, and somebody buys as much: it is theirs."""
+    world = paper_world(make_decider=lambda: Constant(0.5))
+    session, symbol = world.session(), world.bars.symbols[0]
+    world.trade(session, 3)
+    held = session.ledger.state.ours[symbol]
+    world.venue.trade_outside(symbol, -held)
+    world.trade(session, 1)
+    assert session.ledger.state.ours[symbol] == 0
+    session.release("a person")
+    world.trade(session, 1)
+    ours = session.ledger.state.ours[symbol]
+    assert ours > 0
+    world.venue.trade_outside(symbol, held)
+    world.trade(session, 1)
+    assert session.ledger.state.foreign[symbol] == held
+    assert session.ledger.state.ours[symbol] <= ours

@@ -135,7 +135,7 @@ def live(
                     session.ledger.listeners.append(day_end.hear)
 
                 def beat() -> None:
-                    display.refresh()
+                    display.before_waiting()
                     alerter.report(session.ledger)
                     day_end.beat()
 

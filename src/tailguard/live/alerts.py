@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from tailguard.errors import ConfigError
+from tailguard.errors import ConfigError, TailguardError
 from tailguard.live.journal import Record
-from tailguard.live.session import Session
+from tailguard.live.session import Killed, Session
 from tailguard.live.session_state import Ledger
 from tailguard.validate import check_count, check_range
 
@@ -143,6 +143,13 @@ class Alerter:
         """Say that the session is watched: whoever gets this gets the alarms, too."""
         self._put("watching", "watching", "alerts of this session arrive here", time_ms, 0)
 
+    def failed(self, error: Exception, time_ms: int) -> None:
+        """Say that the session has ended by an error: what a line of the journal cannot say any more."""
+        kind = type(error).__name__
+        # The text of an error that nobody foresaw may hold anything.
+        told = str(error) if isinstance(error, TailguardError) else kind
+        self._put("failed", "failed", f"the session has ended: {told}", time_ms, 0)
+
     def _put(self, kind: str, guard: str, message: str, time_ms: int, repeats: int) -> None:
         text = redacted(message, self._secrets)
         told = f" ({repeats} more like the last one since)" if repeats else ""
@@ -255,6 +262,11 @@ def alerting(config: AlertConfig, session: Session) -> Iterator[Alerter]:
     alerter.announce(session.clock.now())
     try:
         yield alerter
+    except Killed:
+        raise  # the record of the kill was an alert
+    except Exception as error:
+        alerter.failed(error, session.clock.now())
+        raise
     finally:
         session.ledger.listeners.remove(alerter.hear)
         alerter.close()

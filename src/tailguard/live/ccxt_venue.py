@@ -7,9 +7,10 @@ traded: nobody has tried how it answers.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from decimal import ROUND_HALF_EVEN, Decimal
 from typing import Any
@@ -35,6 +36,10 @@ LONGEST_REASON = 300
 RECEIVE_WINDOW_MS = 5_000
 READINGS = 3
 """Attempts at an account that changes while it is read."""
+RULES_MS = 86_400_000
+"""Longest time for which lots, ticks and minima are believed; a refused order ends it at once."""
+ROUNDING = Decimal("1e-6")
+"""Largest share of a lot by which a float of ccxt may miss a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,7 @@ class CcxtVenue:
         """No request before it: the exchange has asked for a pause."""
         self._rules: dict[str, Instrument] = {}
         self._sizes: dict[str, Decimal] = {}
+        self._rules_until = 0
 
     def check(self) -> None:
         """Read markets and account once, with an error that says what is wrong."""
@@ -111,6 +117,7 @@ class CcxtVenue:
             self._read(self.client.load_markets)
             self.time()
             self._rules = {symbol: self._instrument(symbol) for symbol in self.symbols}
+            self._rules_until = self.clock.now() + RULES_MS
             self.account()
         except VenueError as error:
             raise ConfigError(f"{self.client.id} cannot be used: {error}") from None
@@ -123,6 +130,14 @@ class CcxtVenue:
         return moment
 
     def instruments(self) -> Mapping[str, Instrument]:
+        if self.clock.now() >= self._rules_until:
+            self._read(self.client.load_markets, True)
+            with self._understood("markets"):
+                # A market that is gone keeps its rules: the exchange refuses its orders, and a person is told.
+                for symbol in self.symbols:
+                    with suppress(ConfigError):
+                        self._rules[symbol] = self._instrument(symbol)
+            self._rules_until = self.clock.now() + RULES_MS
         return self._rules
 
     def prices(self) -> Mapping[str, float]:
@@ -178,6 +193,7 @@ class CcxtVenue:
         ) as error:
             if self.traits.duplicate and re.search(rf"{self.traits.duplicate}\b", str(error)):
                 raise DuplicateOrder(self._reason(error)) from None
+            self._rules_until = 0
             raise Refused(self._reason(error)) from None
         except Exception as error:
             # Everything else, an answer that cannot be read included, says nothing of what the exchange has done.
@@ -272,6 +288,8 @@ class CcxtVenue:
             assets, name, balance = self.traits.wallet
             currency = self.client.market(self.symbols[0])["settleId"]
             found = [float(each[balance]) for each in answer["info"][assets] if each[name] == currency]
+            if not all(map(math.isfinite, found)):
+                raise ValueError(found)
             return found[0] if found else 0.0
 
     def _instrument(self, symbol: str) -> Instrument:
@@ -301,10 +319,12 @@ class CcxtVenue:
         return self._sizes[symbol]
 
     def _lots(self, contracts: Any, symbol: str) -> Decimal:
-        """A quantity in base currency; ccxt gives floats, so that the exact one is the nearest multiple of a lot."""
+        """A quantity in base currency; ccxt gives floats, so that the exact one is the nearest multiple of a lot. What
+        is far from one was traded by a finer lot of the past."""
         lot = self._rules[symbol].lot
         quantity = _decimal(contracts) * self._size(symbol)
-        return (quantity / lot).to_integral_value(ROUND_HALF_EVEN) * lot
+        nearest = (quantity / lot).to_integral_value(ROUND_HALF_EVEN) * lot
+        return nearest if abs(quantity - nearest) <= ROUNDING * lot else quantity
 
     # --- requests -----------------------------------------------------------------------------------------------------
 

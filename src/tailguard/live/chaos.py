@@ -86,7 +86,7 @@ class Chaos:
         rates = {
             item.name: float(np.exp(self.draw.uniform(np.log(0.005), np.log(0.3))))
             for item in fields(FaultRates)
-            if self.draw.random() < 0.5
+            if item.name != "stale_account" and self.draw.random() < 0.5
         }
         for name in ("disconnect", "clock_jump"):
             rates[name] = rates.get(name, 0.0) / 10
@@ -96,8 +96,10 @@ class Chaos:
         self.liquidation_rate = 0.02 if self.draw.random() < 0.15 else 0.0
         self.bar_fault_rate = 0.1 if self.draw.random() < 0.5 else 0.0
         assets = replayed.panel.assets
-        # A generator of its own: a style changes no other draw.
+        # Generators of their own: they change no other draw.
         style = np.random.default_rng((seed, 1)).choice(["immediate", *get_args(Style)])
+        self.starts = np.random.default_rng((seed, 3))
+        rates["stale_account"] = float(np.random.default_rng((seed, 2)).choice([0.0, 0.3]))
         self.orders = OrderConfig(str(style), spread_s=60.0, slices=3)  # type: ignore[arg-type]
         self.world = World(
             folder,
@@ -154,7 +156,8 @@ class Chaos:
                 break
             except Crash:
                 # Somebody notices and starts it again, at once or after hours.
-                self.clock_sleep(float(self.draw.exponential(600)))
+                later_s = float(self.draw.exponential(600))
+                self.clock_sleep(later_s if self.starts.random() < 0.5 else 0.0)
             except Killed:
                 self._person(venue)
             except TailguardError:  # the venue could not be reached at the very first start

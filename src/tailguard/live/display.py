@@ -31,6 +31,7 @@ class Display:
     """What a person runs to go on after a freeze or a kill."""
     outputs: list[Callable[[View], None]] = field(default_factory=list)
     _drawn: float = -1e9
+    _waited: float = -1e9
 
     def refresh(self, *, at_once: bool = False) -> None:
         """Draw the session as it is now, unless it was drawn a moment ago."""
@@ -41,6 +42,13 @@ class Display:
         view = session_view(self.session, self.command)
         for output in self.outputs:
             output(view)
+
+    def before_waiting(self) -> None:
+        """Draw before a wait, however short ago a line of the journal was drawn: what followed it is news, too."""
+        now = time.monotonic()
+        if now - self._waited >= PAUSE_S:
+            self._waited = now
+            self.refresh(at_once=True)
 
     def hear(self, record: Record) -> None:
         """A listener of the ledger."""

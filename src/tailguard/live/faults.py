@@ -20,6 +20,8 @@ from tailguard.live.venue import (
 
 LONGEST_SILENCE = 40
 """Calls that a disconnection lasts, at most."""
+LATE_MS = 2_000
+"""How late a venue shows an order or a position, at most."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class FaultRates:
     """No call gets through for a while, up to `LONGEST_SILENCE` calls."""
     clock_jump: float = 0.0
     """The venue's clock jumps by up to ten seconds, either way."""
+    stale_account: float = 0.0
+    """Cash and positions are shown as they were up to two seconds ago."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,11 @@ class Faults:
         return there
 
     def is_hidden(self, accepted_ms: int, now: int) -> bool:
-        return now < accepted_ms + 2_000 and self._happens("late_events")
+        return now < accepted_ms + LATE_MS and self._happens("late_events")
+
+    def is_account_stale(self) -> bool:
+        """Whether cash and positions are shown as they were a moment ago."""
+        return self._happens("stale_account")
 
     def repeated(self, reports: Sequence[OrderReport]) -> list[OrderReport]:
         if self._happens("repeated_events"):

@@ -97,6 +97,8 @@ class Guards:
     def account(self, equity: float, state: LiveState) -> Breach | None:
         """Drawdown and tail of the account; `equity` as a multiple of the capital."""
         config = self.config
+        if not math.isfinite(equity):
+            return Breach("equity", f"it is {equity}; no limit holds for that")
         fall = self.drawdown(equity, state)
         if fall > config.drawdown:
             return Breach("drawdown", f"equity is {fall:.1%} below its peak; guards.drawdown is {config.drawdown:.1%}")
@@ -122,7 +124,7 @@ class Guards:
 
     def bar(self, bar: LiveBar, before: LiveBar | None) -> Breach | None:
         """Whether the bar can be believed."""
-        fault = bar.fault()
+        fault = bar.fault() or self._misfit(bar, before)
         if fault is not None:
             return Breach("inconsistent_bar", fault)
         for symbol, row in bar.values.items() if before is not None else ():
@@ -131,6 +133,16 @@ class Guards:
                 return Breach(
                     "jump", f"{symbol}: close {close:g} after {last:g}; guards.jump allows {self.config.jump:.0%}"
                 )
+        return None
+
+    def _misfit(self, bar: LiveBar, before: LiveBar | None) -> str | None:
+        """Why a history cannot go on with the bar; in the journal it would end every later start."""
+        if before is None:
+            return None
+        if (bar.time_ms - before.time_ms) % self.bar_ms:
+            return f"a bar opens at {bar.time_ms} ms, between the bars that follow the one at {before.time_ms} ms"
+        if set(bar.values) != set(before.values):
+            return f"a bar of {', '.join(bar.values)} after one of {', '.join(before.values)}"
         return None
 
     def is_stale(self, bar: LiveBar, now: int) -> bool:

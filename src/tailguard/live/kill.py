@@ -75,7 +75,13 @@ def _write(path: Path, message: str, *, flatten: bool) -> None:
     if os.path.lexists(path) and (not flatten or _content(path).get("flatten") is True):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_synced(path, json.dumps({"message": message, "flatten": flatten}).encode())
+    try:
+        replace_synced(path, json.dumps({"message": message, "flatten": flatten}).encode())
+    except OSError:
+        # An empty file needs no room on a full disk, and stops as well.
+        path.touch()
+        if flatten:
+            raise
 
 
 def _content(path: Path) -> dict[str, Any]:

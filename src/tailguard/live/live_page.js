@@ -44,7 +44,7 @@ function drawNumbers() {
   const sincePublished = Math.max(0, (Date.now() - view.published_ms) / 1000);
   const age = view.age_s + (view.state === "ended" ? 0 : sincePublished);
   box.append(
-    number("equity", fixed(view.equity, 4), fixed(view.money, 2) + " in money"),
+    number("equity", fixed(view.equity, 4), view.simulated ? "simulated" : fixed(view.money, 2) + " in money"),
     number("below its peak", percent(view.drawdown, 2)),
     number("last bar closed", span(age) + " ago", moment(view.closed_ms)),
   );
@@ -83,17 +83,19 @@ function drawPositions() {
   table.replaceChildren();
   const strangers = (view.positions || []).some((row) => row.foreign !== 0);
   const head = make("tr");
-  for (const name of ["symbol", "weight", "target", "ours"].concat(strangers ? ["not ours"] : [])) head.append(make("th", name));
+  const sizes = view.simulated ? [] : ["ours"].concat(strangers ? ["not ours"] : []);
+  for (const name of ["symbol", "weight at the close", "target"].concat(sizes)) head.append(make("th", name));
   table.append(head);
   for (const row of view.positions || []) {
     const line = make("tr");
-    const cells = [row.symbol, signed(row.weight, 4), row.target === null ? "held" : signed(row.target, 4), String(row.ours)];
-    for (const text of cells.concat(strangers ? [String(row.foreign)] : [])) line.append(make("td", text));
+    const cells = [row.symbol, signed(row.weight, 4), row.target === null ? "held" : signed(row.target, 4)];
+    const held = [String(row.ours), String(row.foreign)].slice(0, sizes.length);
+    for (const text of cells.concat(held)) line.append(make("td", text));
     table.append(line);
   }
   byId("orders").textContent = view.orders.length
     ? "Outcome unknown: " + view.orders.map((o) => `${o.quantity} ${o.symbol}, sent ${moment(o.sent_ms)}`).join("; ")
-    : "The outcome of every order is known.";
+    : view.simulated ? "No orders: the account is simulated." : "The outcome of every order is known.";
 }
 
 function meter(name, used) {

@@ -179,6 +179,8 @@ class OrderDesk:
         """Orders that were withdrawn after the kill switch had been tripped."""
         self._failures = 0
         """Questions without an answer since the last one that had one."""
+        self._refusing: set[str] = set()
+        """Symbols whose last order the venue has refused for good."""
 
     def sync_clock(self) -> None:
         """Measure the venue's clock; a journalled alarm where it is far from ours."""
@@ -340,6 +342,7 @@ class OrderDesk:
             return True
         except Refused as error:
             self._refused(intent, error)
+            self._tell_refusal(intent.symbol, error)
             return False
         except OutcomeUnknown as error:
             self.failed(error)
@@ -347,6 +350,7 @@ class OrderDesk:
             self.settle(intent)
             return False
         self.crash_point("after place")
+        self._refusing.discard(intent.symbol)
         self.report(intent, report)
         if intent.is_open and request.kind == "resting":
             self._rest(intent, wanted)
@@ -420,6 +424,12 @@ class OrderDesk:
     def _refused(self, intent: Intent, error: Refused) -> None:
         self._close(intent, f"refused: {error}")
         self._error(error)
+
+    def _tell_refusal(self, symbol: str, error: Refused) -> None:
+        """An alarm, once for all orders of a symbol until one is taken: nobody sees that nothing is traded."""
+        if symbol not in self._refusing:
+            self._refusing.add(symbol)
+            self.ledger.record("alarm", guard="refused", message=f"{symbol}: the venue refuses our orders: {error}")
 
     def _close(self, intent: Intent, outcome: str) -> None:
         self.ledger.record(

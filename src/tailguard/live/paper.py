@@ -10,7 +10,9 @@ A resting order is filled at its limit once a bar has traded through it: strictl
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +22,7 @@ import torch
 
 from tailguard.data.panel import Panel
 from tailguard.live.books import Books, BookStore, Order
-from tailguard.live.faults import Faults
+from tailguard.live.faults import LATE_MS, Faults
 from tailguard.live.venue import (
     Clock,
     DuplicateOrder,
@@ -78,6 +80,8 @@ class PaperVenue:
             self.books = self.store.read() or self.books
         self.on_change: Callable[[Order], None] = lambda _: None
         """Called with every order that is new or has changed."""
+        self._before: deque[tuple[int, Books]] = deque()
+        """The books before each of the last changes of a position, with its time."""
         self.sends: list[tuple[int, str]] = []
         """Every `place` that reached us or tried to: time and client id."""
         observers = getattr(clock, "observers", None)
@@ -99,7 +103,8 @@ class PaperVenue:
 
     def account(self) -> VenueAccount:
         self.faults.before_read()
-        return VenueAccount(self.books.cash, dict(self.books.positions))
+        books = self.shown_books()
+        return VenueAccount(books.cash, dict(books.positions))
 
     def place(self, order: OrderRequest) -> OrderReport:
         self.sends.append((self.clock.now(), order.client_id))
@@ -137,6 +142,14 @@ class PaperVenue:
             if number > after
         ]
 
+    def shown_books(self) -> Books:
+        """The books that a question about the account is answered from: with that fault those of two seconds ago."""
+        while self._before and self._before[0][0] <= self.clock.now() - LATE_MS:
+            self._before.popleft()
+        if self._before and self.faults.is_account_stale():
+            return self._before[0][1]
+        return self.books
+
     # --- what happens at the venue ------------------------------------------------------------------------------------
 
     def pass_time(self, now: int) -> None:
@@ -166,6 +179,7 @@ class PaperVenue:
 
     def liquidate_now(self) -> None:
         """Close every position by force, at the price and without costs."""
+        self._remember()
         prices = self.prices_now()
         for symbol, quantity in self.books.positions.items():
             self.books.cash += float(quantity) * prices[symbol]
@@ -254,6 +268,7 @@ class PaperVenue:
         """A fill: `paid` are all its costs on top of `price`, where the price is not the average itself."""
         if not quantity:
             return
+        self._remember()
         books, price = self.books, average if price is None else price
         held = books.positions[symbol]
         after = held + quantity
@@ -360,6 +375,7 @@ class PaperVenue:
         return bool(account.positions.any() and margin_excess(account, self.market.rates) <= 0)
 
     def _liquidate(self, account: Account, worst: torch.Tensor) -> None:
+        self._remember()
         left = liquidate(account, worst, self.market)
         self.books.cash = float(left.equity) * self.books.before
         self._force_flat()
@@ -370,6 +386,13 @@ class PaperVenue:
             if quantity:
                 books.forced.append((len(books.forced) + 1, symbol, str(-quantity), self.clock.now()))
                 books.positions[symbol], books.entries[symbol] = Decimal(0), 0.0
+
+    def _remember(self) -> None:
+        """Keep the books as they are before a change of a position, for as long as the fault can show them."""
+        if self.faults.rates.stale_account:
+            books = self.books
+            kept = replace(books, positions=dict(books.positions), entries=dict(books.entries))
+            self._before.append((self.clock.now(), kept))
 
     def _forming(self) -> int:
         """The row of the bar that is open now."""

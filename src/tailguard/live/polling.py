@@ -12,11 +12,14 @@ import polars as pl
 from tailguard.data.bar_file import VALUES, Gap, Row
 from tailguard.data.bars import TIME_TYPE, Bars, with_segments
 from tailguard.data.calendars import around_the_clock
-from tailguard.data.exchange import Exchange, FetchError
+from tailguard.data.exchange import Exchange, FetchError, iso
 from tailguard.errors import BarsError
 from tailguard.live.bar_history import LiveBar
 from tailguard.live.venue import Clock
 
+LATE = 0.1
+"""Share of a bar's length after which a bar that has not come is an alarm, and the seconds that it is at least."""
+LATE_S = 10.0
 SETTLE_S = 2.0
 """Seconds after a close at which the exchange is asked first: it needs a moment to finish the bar."""
 
@@ -43,6 +46,7 @@ class PollingSource:
         """Wait for the next closed bar; None once a stop is asked for."""
         step = self.exchanges[0].step
         wanted = self.after_ms + step
+        is_told = False
         while not self.stop():
             wait_s = (wanted + step - self.clock.now()) / 1_000 + SETTLE_S
             if wait_s > 0:
@@ -52,6 +56,10 @@ class PollingSource:
             if bar is not None:
                 self.after_ms = bar.time_ms
                 return bar
+            age_s = (self.clock.now() - wanted - step) / 1_000
+            if not (is_told or self._failures) and age_s > max(LATE * step / 1_000, LATE_S):
+                self.alarm(f"no new bar: that of {iso(wanted)} closed {age_s:.0f} s ago, and the exchange has none")
+                is_told = True
             self._pause()
         return None
 

@@ -12,34 +12,43 @@ from rich.text import Text
 from tailguard.live.session import Session
 from tailguard.live.view import View
 
+ALARMS = 5
+"""Past alarms that are shown, the newest first."""
+
 
 def render(view: View) -> RenderableType:
-    """Position, target, equity, budget used, distance to the guards, age of the last bar and the last decision."""
+    """Position, target, equity, budget used, distance to the guards, age of the last bar and the last decision.
+
+    What blocks trading comes first: a small terminal cuts off the end.
+    """
     head = Table.grid(padding=(0, 2))
     head.add_row("session", view["run"])
     head.add_row("mode", view["mode"])
     if view["decision"] is None:
         head.add_row("state", "waiting for the first bar")
-        return Group(head, *_alarms(view))
+        return Group(*_blocked(view), head, *_alarms(view))
+    head.add_row("state", Text(view["state"], style="bold red" if view["state"] in ("frozen", "killed") else ""))
     head.add_row("last bar", f"{moment(view['closed_ms'])} UTC, closed {view['age_s']:,.0f} s ago")
-    head.add_row("equity", f"{view['equity']:.4f}, {view['money']:,.2f} in money")
+    head.add_row("equity", f"{view['equity']:.4f}" + ("" if view["simulated"] else f", {view['money']:,.2f} in money"))
     head.add_row("decision", decision_text(view["decision"]))
     for symbol, found in view["moved"].items():
         head.add_row("moved by", Text(moved_text(symbol, found)))
     open_orders = len(view["orders"])
-    head.add_row("orders", f"{open_orders} with an unknown outcome" if open_orders else "all known")
-    positions = Table("symbol", "weight", "target", "ours", "not ours")
+    known = "none, as the account is simulated" if view["simulated"] else "the outcome of every order is known"
+    head.add_row("orders", f"{open_orders} with an unknown outcome" if open_orders else known)
+    columns = ["symbol", "weight at the close", "target", *([] if view["simulated"] else ["ours", "not ours"])]
+    positions = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for row in view["positions"]:
         target = "held" if row["target"] is None else f"{row['target']:+.4f}"
-        foreign = f"{row['foreign']:+g}" if row["foreign"] else ""
-        positions.add_row(Text(row["symbol"]), f"{row['weight']:+.4f}", target, f"{row['ours']:+g}", foreign)
-    limits = Table("limit", "used", "")
+        sizes = [] if view["simulated"] else [f"{row['ours']:+g}", f"{row['foreign']:+g}" if row["foreign"] else ""]
+        positions.add_row(Text(row["symbol"]), f"{row['weight']:+.4f}", target, *sizes)
+    limits = Table("limit", "used", "", box=None, padding=(0, 2, 0, 0))
     budget = view["budget"]
     if budget is not None:
         limits.add_row(f"budget, bar {budget['age']} of {budget['window']}", *_used(budget["used"]))
     for row in view["limits"]:
         limits.add_row(row["name"], *_used(row["used"]))
-    return Group(head, positions, limits, *_alarms(view))
+    return Group(*_blocked(view), head, "", positions, "", limits, *_alarms(view))
 
 
 def line(session: Session) -> str:
@@ -69,6 +78,14 @@ def moved_text(symbol: str, found: dict[str, Any], most: int = 3) -> str:
 
 
 def _alarms(view: View) -> list[Text]:
+    """The last alarms that block nothing, or no longer."""
+    told = [alarm for alarm in view["alarms"] if not alarm["active"]][:ALARMS]
+    lines = [Text(f"{moment(alarm['time_ms'])} UTC  {alarm['guard']}: {alarm['message']}") for alarm in told]
+    return [Text(""), *lines] if lines else []
+
+
+def _blocked(view: View) -> list[Text]:
+    """What blocks trading, and how to go on."""
     since = {guard: f" (since {moment(time_ms)} UTC)" for guard, time_ms in view["since"].items()}
     lines = [Text(f"{guard}: {message}{since[guard]}", style="bold red") for guard, message in view["frozen"].items()]
     if lines:

@@ -13,6 +13,7 @@ from decimal import Decimal
 from typing import Any, Protocol
 
 from tailguard.errors import ConfigError, TailguardError
+from tailguard.evaluate.decision import Decision
 from tailguard.live.bar_history import BarSource, LiveBar
 from tailguard.live.decide import AccountAtClose, BarDecider
 from tailguard.live.guards import Breach, GuardConfig, Guards
@@ -158,7 +159,7 @@ class Session:
         if state.bars and (last is None or last["bar"] != state.bars[-1].time_ms):
             # The process ended between a bar and its decision.
             self._decide(state.bars[-1])
-        elif last is not None and can_trade and not self.guards.is_stale(state.bars[-1], self.clock.now()):
+        elif last is not None and can_trade and not self._is_stale(state.bars[-1]):
             self._trade(state.bars[-1], last["target"])
         self.obey_kill()
 
@@ -196,16 +197,17 @@ class Session:
                 self.desk.settle(intent)
             if state.flatten_due:
                 self._flatten()
-        held = {symbol: plain(size) for symbol, size in state.ours.items() if size}
+        held = {symbol: size for symbol, size in state.ours.items() if size}
         self.ledger.record(
             "settled",
             simulated=self.desk is None,
             cancelled=0 if self.desk is None else self.desk.cancelled_now,
             in_flight=len(state.open_intents),
-            positions={symbol: f"{state.ours[symbol].normalize():+f}" for symbol in held},
+            positions={symbol: f"{size.normalize():+f}" for symbol, size in held.items()},
         )
+        told = ", ".join(f"{symbol} {size.normalize():+f}" for symbol, size in held.items())
         raise Killed(
-            f"killed: {state.killed}. Positions of ours: {held or 'none'}. To go on, a person runs the same command "
+            f"killed: {state.killed}. Positions of ours: {told or 'none'}. To go on, a person runs the same command "
             "with --release"
         )
 
@@ -239,6 +241,8 @@ class Session:
         breach = self.guards.account(account.equity, state) or self.guards.errors(state, self.clock.now())
         if breach is not None:
             self.kill.trip(f"{breach.guard}: {breach.message}")
+        if not math.isfinite(account.equity):
+            self.obey_kill()  # nothing can be decided, and the state must not take it in
         content: dict[str, Any] = {
             "equity": account.equity,
             "weights": list(account.weights),
@@ -246,7 +250,7 @@ class Session:
         }
         if self.decider.can_decide(account.row):
             memory = self.decider.prepare(account)
-            decision = self.decider.decide(account)
+            decision = self._decision(account)
             age = memory["window"][2] % self.config.window
             content |= {"unfilled": list(account.unfilled), "memory": memory, "age": age, "flat": False}
             content |= {"target": decision.target, "throttle": decision.throttle, "shielded": decision.shielded}
@@ -262,6 +266,27 @@ class Session:
         moved = None if content["flat"] else self.decider.explain(account)
         if moved is not None:
             self.ledger.record("explanation", bar=bar.time_ms, moved=moved)
+
+    def _decision(self, account: AccountAtClose) -> Decision:
+        """What the decider wants. Where that is no number, or an error, trading ends: nobody decides any more."""
+        try:
+            decision = self.decider.decide(account)
+            wrong = [weight for weight in decision.target if not math.isfinite(weight)]
+            message = f"the target weights are {decision.target}" if wrong else None
+        except TailguardError as error:
+            message = str(error)
+        if message is not None:
+            self.kill.trip(f"decision: {message}")
+            self.obey_kill()
+        return decision
+
+    def _now(self) -> int:
+        """The later of our clock and the venue's: a clock that was set back makes no bar fresh."""
+        ahead = 0 if self.desk is None else self.desk.clock_offset
+        return self.clock.now() + max(0, ahead)
+
+    def _is_stale(self, bar: LiveBar) -> bool:
+        return self.guards.is_stale(bar, self._now())
 
     def _account_at(self, bar: LiveBar) -> AccountAtClose:
         """The account at the close of the bar."""
@@ -301,19 +326,22 @@ class Session:
         """Send the orders of a decision, reductions first, while its bar is fresh."""
         if self.desk is None or self.venue is None:
             return
-        if self.guards.is_stale(bar, self.clock.now()):
-            age, most = self.clock.now() - bar.close_ms(self.config.bar_ms), self.guards.longest_age_ms
-            message = f"no orders: the bar closed {age / 1000:g} s ago, and guards.bar_age allows {most / 1000:g} s"
+        if self._is_stale(bar):
+            age, most = self._now() - bar.close_ms(self.config.bar_ms), self.guards.longest_age_ms
+            whose = " by the venue's clock" if self.desk.clock_offset >= 1_000 else ""
+            message = (
+                f"no orders: the bar closed {age / 1000:g} s ago{whose}, and guards.bar_age allows {most / 1000:g} s"
+            )
             self._skip("bar_age", message)
             return
         try:
-            prices = dict(self.venue.prices())
+            rules, prices = self.venue.instruments(), dict(self.venue.prices())
         except OutcomeUnknown as error:
             self.desk.failed(error)
-            self._skip("venue", f"no orders: the venue has not told its prices: {error}")
+            self._skip("venue", f"no orders: the venue has not told its prices and rules: {error}")
             return
         self._skipping = None
-        state, rules = self.ledger.state, self.venue.instruments()
+        state = self.ledger.state
         equity = self.account.equity({symbol: prices[symbol] for symbol in self.config.symbols})
         equity = min(equity, self.config.ceiling)
         for symbol in self.config.symbols:
@@ -351,7 +379,7 @@ class Session:
                         prices[symbol],
                         rules[symbol],
                         reduce_only=symbol not in rising,
-                        is_fresh=lambda: not self.guards.is_stale(bar, self.clock.now()),
+                        is_fresh=lambda: not self._is_stale(bar),
                         seconds=self.config.orders.spread_s / count,
                     )
                 )

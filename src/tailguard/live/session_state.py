@@ -74,6 +74,8 @@ class LiveState:
     """Our positions: what our orders filled, less what the venue or a stranger took from them."""
     foreign: dict[str, Decimal] = field(default_factory=dict)
     """Positions of the account that are not ours, by symbol. They are never traded."""
+    disputed: dict[str, tuple[Decimal, Decimal]] = field(default_factory=dict)
+    """Ours and foreign by our own orders, where the venue has said otherwise since a person last looked."""
     forced: int = 0
     """Number of the last liquidation that was taken in."""
     frozen: dict[str, str] = field(default_factory=dict)
@@ -169,6 +171,9 @@ class LiveState:
         # Fills are cumulative, so a report that comes twice, or late, changes nothing.
         fresh = filled - intent.filled
         self.ours[intent.symbol] += fresh
+        if intent.symbol in self.disputed:
+            ours, foreign = self.disputed[intent.symbol]
+            self.disputed[intent.symbol] = ours + fresh, foreign
         intent.filled, intent.fill_price = filled, record["price"]
         intent.is_open, intent.outcome = record["open"], record["outcome"]
         if fresh:
@@ -179,10 +184,14 @@ class LiveState:
         self.forced, symbol = record["number"], record["symbol"]
         left = self.ours[symbol] + self.foreign[symbol] + Decimal(record["quantity"])
         self.ours[symbol], self.foreign[symbol] = divide_position(left, self.ours[symbol])
+        self.disputed.pop(symbol, None)
 
     def _on_adopt(self, record: Record) -> None:
-        self.ours[record["symbol"]] = Decimal(record["ours"])
-        self.foreign[record["symbol"]] = Decimal(record["foreign"])
+        symbol, found = record["symbol"], (Decimal(record["ours"]), Decimal(record["foreign"]))
+        before = self.disputed.setdefault(symbol, (self.ours[symbol], self.foreign[symbol]))
+        if found == before:
+            del self.disputed[symbol]
+        self.ours[symbol], self.foreign[symbol] = found
 
     def _on_freeze(self, record: Record) -> None:
         self.frozen[record["guard"]] = record["message"]
@@ -203,6 +212,7 @@ class LiveState:
     def _on_release(self, record: Record) -> None:
         self.frozen.clear()
         self.since.clear()
+        self.disputed.clear()
         self.killed, self.flatten_due = None, False
         self.errors.clear()
         # The person has seen the drawdown and goes on from here.

@@ -127,7 +127,9 @@ class Venue(Protocol):
         """The venue's clock, milliseconds UTC."""
         ...
 
-    def instruments(self) -> Mapping[str, Instrument]: ...
+    def instruments(self) -> Mapping[str, Instrument]:
+        """The rules of now: venues change them."""
+        ...
 
     def prices(self) -> Mapping[str, float]:
         """Prices at which orders would trade now, without costs."""

@@ -24,6 +24,7 @@ def session_view(session: Session, command: str) -> dict[str, Any]:
     view: dict[str, Any] = {
         "run": config.run,
         "mode": config.mode,
+        "simulated": session.desk is None,
         "state": _state_of(state),
         "now_ms": now,
         "command": command,

@@ -18,7 +18,7 @@ from tailguard.live.books import Books, BookStore, Order
 from tailguard.live.faults import BarFaultRates, FaultRates, Faults
 from tailguard.live.paper import PaperVenue
 from tailguard.live.paper_exchange import wire
-from tailguard.live.venue import Instrument, SimulatedClock
+from tailguard.live.venue import Instrument, SimulatedClock, VenueAccount
 from tailguard.market import MarketConfig, build_market
 
 BARS = ("open", "high", "low", "close", "volume")
@@ -128,7 +128,7 @@ class PaperExchange:
         for order in changed.values():
             self._tell("user", wire.order_event(order, self.ids[order["symbol"]], now))
         if changed:
-            self._tell("user", wire.account_event(self.quote, self.positions(every=True), books, now))
+            self._tell("user", wire.account_event(self.quote, self.positions(books, every=True), books, now))
 
     def _tell(self, stream: str, event: Mapping[str, Any]) -> None:
         for listener in self.listeners:
@@ -187,15 +187,16 @@ class PaperExchange:
         chosen = shown[-limit:] if since is None else shown[:limit]
         return [self.kline(row, asset) for row in chosen]
 
-    def positions(self, *, every: bool = False) -> list[wire.Json]:
-        """Open positions, or those of every symbol."""
-        books, prices, now = self.venue.books, self.venue.prices_now(), self.clock.now()
+    def positions(self, books: Books, *, every: bool = False) -> list[wire.Json]:
+        """Open positions in the books, or those of every symbol."""
+        prices, now = self.venue.prices_now(), self.clock.now()
         held = [symbol for symbol in self.panel.symbols if every or books.positions[symbol]]
         return [wire.position(symbol, self.ids[symbol], books, prices[symbol], now) for symbol in held]
 
     def account(self) -> wire.Json:
-        books, now = self.venue.books, self.clock.now()
-        return wire.account(self.quote, self.positions(), books, self.venue.equity(), now)
+        books, now = self.venue.shown_books(), self.clock.now()
+        equity = VenueAccount(books.cash, books.positions).equity(self.venue.prices_now())
+        return wire.account(self.quote, self.positions(books), books, equity, now)
 
 
 def _known_books(store: Path, panel: Panel) -> Books | None:

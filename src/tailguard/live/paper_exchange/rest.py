@@ -88,7 +88,7 @@ def account(exchange: PaperExchange, _given: Mapping[str, str]) -> Answer:
 
 def position_risk(exchange: PaperExchange, given: Mapping[str, str]) -> Answer:
     exchange.faults.before_read()
-    held = exchange.positions()
+    held = exchange.positions(exchange.venue.shown_books())
     return [each for each in held if given.get("symbol", each["symbol"]) == each["symbol"]]
 
 
