@@ -46,7 +46,9 @@ from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 from tailguard.runs.validation import Validation
 
-MEMBERS, ROUNDS, STEPS = 8, 20, 40_960
+MEMBERS, ROUNDS, STEPS, BARS = 8, 20, 81_920, 35_064
+PROTOCOL = ("members", "rounds", "steps", "bars")
+"""What all results of a file have in common."""
 STRATEGIES: tuple[Strategy, ...] = ("random", "pbt", "mf_pbt")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 20: 2.093}
 """97.5 % quantile of Student's t, by the number of seeds."""
@@ -61,10 +63,10 @@ SPACE = SearchSpace.parse(
 """Five decades around the default of 0.01: what somebody would search who knows nothing about it."""
 
 
-def settings(seed: int, steps: int = STEPS) -> RunConfig:
+def settings(seed: int, steps: int = STEPS, bars: int = BARS) -> RunConfig:
     return load_config(
         overrides=[
-            "data.synthetic_bars=8000",
+            f"data.synthetic_bars={bars}",
             "data.features=[return_1, return_24, taker_imbalance_6, range_volatility_24]",
             "env.num_envs=32",
             "env.episode_length=64",
@@ -76,14 +78,17 @@ def settings(seed: int, steps: int = STEPS) -> RunConfig:
             f"training.total_timesteps={steps}",
             f"training.seed={1000 * seed}",
             "training.threads=1",
+            "pathwise.monitor=false",
         ]
     )
 
 
-def compare(seed: int, strategy: Strategy, rounds: int, steps: int, folder: Path) -> dict[str, float | int | str]:
+def compare(
+    seed: int, strategy: Strategy, members: int, rounds: int, steps: int, bars: int, folder: Path
+) -> dict[str, float | int | str]:
     """Train a population, and judge its best member on the test part."""
-    chosen = PopulationSettings(members=MEMBERS, rounds=rounds, strategy=strategy, seed=seed, metric="growth")
-    config = settings(seed, steps)
+    chosen = PopulationSettings(members=members, rounds=rounds, strategy=strategy, seed=seed, metric="growth")
+    config = settings(seed, steps, bars)
     experiment = build(config)
     workshop = Workshop.of(experiment, chosen, SPACE)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,22 +102,28 @@ def compare(seed: int, strategy: Strategy, rounds: int, steps: int, folder: Path
     return {
         "seed": seed,
         "strategy": strategy,
+        "members": members,
         "rounds": rounds,
         "steps": steps,
+        "bars": bars,
         "validation": best.score,
         "test": tested.growth,
         "seconds": time.process_time() - begun,
     }
 
 
-def show(lines: Sequence[dict[str, float]], rounds: int, steps: int) -> None:
+def show(lines: Sequence[dict[str, float]]) -> None:
     """Mean growth a year by strategy, and the paired difference from random search with its 95 % interval."""
     table = {(int(line["seed"]), str(line["strategy"])): line for line in lines}
     known = [each for each in STRATEGIES if any(strategy == each for _, strategy in table)]
     seeds = sorted({seed for seed, _ in table if all((seed, each) in table for each in known)})
     if len(seeds) < 2:
         return
-    print(f"{len(seeds)} seeds, {MEMBERS} members, {rounds} rounds, {steps:,} steps each")
+    size = {name: int(lines[0][name]) for name in PROTOCOL}
+    print(
+        f"{len(seeds)} seeds, {size['bars']:,} bars, {size['members']} members, {size['rounds']} rounds, "
+        f"{size['steps']:,} steps each"
+    )
     for part in ("validation", "test"):
         for strategy in known:
             growth = [table[seed, strategy][part] for seed in seeds]
@@ -235,8 +246,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--members", type=int, default=MEMBERS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS, help="of each member, in all rounds")
+    parser.add_argument("--bars", type=int, default=BARS, help="of each market")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["random", "pbt"])
     parser.add_argument("--out", type=Path, default=Path("population.jsonl"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
@@ -257,12 +271,12 @@ def main() -> None:
         throughput(given.throughput)
         return
     lines = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
-    protocol = {"rounds": given.rounds, "steps": given.steps}
+    protocol = {name: getattr(given, name) for name in PROTOCOL}
     if any({name: line.get(name) for name in protocol} != protocol for line in lines):
-        parser.error(f"{given.out}: it has results of other --rounds or --steps; give another --out")
+        parser.error(f"{given.out}: it has results of other --members, --rounds, --steps or --bars; give another --out")
     begun = time.perf_counter()
-    for strategy in STRATEGIES:
-        for seed in range(given.first, given.first + given.seeds):
+    for seed in range(given.first, given.first + given.seeds):
+        for strategy in given.strategies:
             known = any(line["seed"] == seed and line["strategy"] == strategy for line in lines)
             if given.show or known or time.perf_counter() - begun > 60 * given.minutes:
                 continue
@@ -270,7 +284,7 @@ def main() -> None:
             print(lines[-1], flush=True)
             with given.out.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
-    show(lines, **protocol)
+    show(lines)
 
 
 if __name__ == "__main__":
