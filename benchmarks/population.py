@@ -9,6 +9,7 @@ growth there and on the test part, which had no part in any choice. Beside it: t
 member in any round, which somebody would have who kept all checkpoints. A seed and strategy that is in the file is not
 trained again, and one that was interrupted goes on after its last round.
 
+    python benchmarks/population.py --first 100 --alone         one agent with the default rates, without a search
     python benchmarks/population.py --throughput 2              Ray against the ideal of two cores, about 3 minutes
     python benchmarks/population.py --noisy                     strategies on noisy quadratics, about a minute
     python benchmarks/population.py --exploit                   what a copy of state between members costs on the CPU
@@ -27,7 +28,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,29 @@ def compare(
         "test": tested.growth,
         "seconds": time.process_time() - begun,
     }
+
+
+def alone(seed: int, steps: int, bars: int) -> tuple[float, float]:
+    """Growth on the validation and the test part of one agent with the default rates and clip, after `steps`."""
+    config, usual = settings(seed, steps, bars), RunConfig().pathwise
+    rates = {name: getattr(usual, name) for name in ("learning_rate", "critic_learning_rate", "max_grad_norm", "gamma")}
+    experiment = build(replace(config, pathwise=replace(config.pathwise, **rates)))
+    agent, found = experiment.learner.learn(steps), []
+    for part in (experiment.split.validation, experiment.split.test):
+        judged = Validation(agent, part).evaluate(agent)
+        assert judged is not None
+        found.append(judged.growth)
+    return found[0], found[1]
+
+
+def show_alone(seeds: Sequence[int], steps: int, bars: int) -> None:
+    """Mean growth a year of single agents."""
+    found = [alone(seed, steps, bars) for seed in seeds]
+    validation, test = (statistics.mean(part) for part in zip(*found, strict=True))
+    print(
+        f"{len(seeds)} agents with the default rates, {steps:,} steps: validation {validation:+.2f}, test {test:+.2f}"
+    )
+    print(found, flush=True)
 
 
 def show(lines: Sequence[dict[str, float]]) -> None:
@@ -256,6 +280,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("population.jsonl"))
     parser.add_argument("--minutes", type=float, default=1e9, help="begin nothing new after so many")
     parser.add_argument("--show", action="store_true", help="the table of what is in the file")
+    parser.add_argument("--alone", action="store_true", help="one agent a seed, with the default rates")
     parser.add_argument("--throughput", type=int, metavar="WORKERS")
     parser.add_argument("--noisy", action="store_true")
     parser.add_argument("--exploit", action="store_true")
@@ -268,6 +293,9 @@ def main() -> None:
     if given.exploit:
         for accounts in (64, 1_024):
             exploit(accounts)
+        return
+    if given.alone:
+        show_alone(range(given.first, given.first + given.seeds), given.steps, given.bars)
         return
     if given.throughput:
         throughput(given.throughput)
