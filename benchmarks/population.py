@@ -211,6 +211,23 @@ def show_noisy(seeds: int) -> None:
         print(f"flat {case.flat}, noise {case.noise}, {case.steps} steps a round: {words}", flush=True)
 
 
+def cpu_seconds() -> float:
+    """Processor time of this process and of all that descend from it and live, from /proc (Linux)."""
+    times, parents = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        parents[int(folder.name)] = int(fields[1])
+        times[int(folder.name)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    family, found = {os.getpid()}, 1
+    while found:
+        more = {each for each, parent in parents.items() if parent in family} - family
+        family, found = family | more, len(more)
+    return sum(times.get(each, 0.0) for each in family)
+
+
 def throughput(workers: int, rounds: int = 3) -> None:
     """Seconds of a round of `2 · workers` members: by one process alone, and by workers of Ray at once."""
     config = settings(0, steps=rounds * 20_480)
@@ -218,7 +235,7 @@ def throughput(workers: int, rounds: int = 3) -> None:
     workshop = Workshop.of(build(config), chosen, SPACE)
     hyper = {"pathwise.learning_rate": 0.01, "pathwise.critic_learning_rate": 1e-3}
     hyper |= {"pathwise.max_grad_norm": 1.0, "pathwise.gamma": 0.9}
-    times: dict[str, list[float]] = {"alone": [], "ray": []}
+    times: dict[str, list[tuple[float, float]]] = {"alone": [], "ray": []}
     with tempfile.TemporaryDirectory() as name:
         executors: dict[str, Executor] = {
             "alone": LocalExecutor(workshop, Path(name) / "alone" / "members", 1),
@@ -229,14 +246,22 @@ def throughput(workers: int, rounds: int = 3) -> None:
                 count = 1 if kind == "alone" else 2 * workers
                 start = max(number - 1, 0) * 20_480  # the first one starts the workers, and is done again
                 jobs = [Job(member, hyper, member, start, start + 20_480) for member in range(count)]
-                clock = time.perf_counter()
+                before, clock = cpu_seconds(), time.perf_counter()
                 executor.run(jobs)
-                times[kind].append(time.perf_counter() - clock)
+                times[kind].append((time.perf_counter() - clock, cpu_seconds() - before))
         for executor in executors.values():
             executor.close()
-    alone, together = (statistics.median(times[kind][1:]) for kind in ("alone", "ray"))
-    print(f"a member alone {alone:.2f} s; {2 * workers} members on {workers} workers of Ray {together:.2f} s a round")
-    print(f"throughput {2 * alone / together:.2f} of the ideal of {workers} cores")
+    members = 2 * workers
+    (alone, alone_cpu), (ray, ray_cpu) = (
+        [statistics.median(column) for column in zip(*times[kind][1:], strict=True)] for kind in ("alone", "ray")
+    )
+    print(f"load of the machine {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    print(f"a member alone {alone:.2f} s; {members} members on {workers} workers of Ray {ray:.2f} s a round")
+    print(f"throughput {2 * alone / ray:.2f} of the ideal of {workers} cores")
+    print(
+        f"processor time: a member alone {alone_cpu:.2f} s; on Ray, with all its processes, {ray_cpu / members:.2f} s: "
+        f"{members * alone_cpu / ray_cpu:.2f} of it is the member's"
+    )
 
 
 def exploit(accounts: int, members: int = 64, repeats: int = 21) -> None:
