@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from tailguard.config import RunConfig
 from tailguard.errors import CheckpointError, ConfigError, RunError
 from tailguard.experiment.build import Experiment, build
+from tailguard.monitor.health import OWN_RULES, Rule
 from tailguard.population import judge
 from tailguard.population.evolution import evolve
 from tailguard.population.executor import Job
@@ -184,3 +186,17 @@ def test_a_workshop_in_shared_memory_trains_to_the_same_bytes(workshop: Workshop
     assert not opened.bars.features.flags.writeable
     outcomes = [each.perform(job, tmp_path / name) for each, name in ((workshop, "a"), (opened, "b"))]
     assert outcomes[0].score == outcomes[1].score
+
+
+def test_an_alarm_names_the_member_that_it_is_about(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always = Rule("always", lambda metrics, past: "5 % of it", "a test.", patience=1)  # noqa: ARG005
+    monkeypatch.setitem(OWN_RULES, "always", always)
+    hyper = {"pathwise.learning_rate": 0.01, "pathwise.max_grad_norm": 1.0}
+    with caplog.at_level(logging.WARNING, "tailguard"):
+        LocalExecutor(workshop, tmp_path / "members", 1).run([Job(each, hyper, each, 0, 128) for each in (3, 5)])
+        logging.getLogger("tailguard").warning("of nobody")
+    said = [record.getMessage().splitlines()[0] for record in caplog.records]
+    expected = [f"member {member}: alarm always at 128 steps: 5 % of it" for member in (3, 5)]
+    assert [line for line in said if "always" in line or "nobody" in line] == [*expected, "of nobody"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tailguard.evaluate.trials import count_trials, trial_of
 from tailguard.experiment.layout import RunLayout
 from tailguard.experiment.trained_run import open_run
 from tailguard.population.lineage import read_lineage
+from tailguard.population.population_page import schedule_chart
 
 SMALL = (
     "data.synthetic_bars=2500",
@@ -115,6 +117,33 @@ def test_the_page_shows_schedules_lineage_and_the_test(finished: tuple[Path, str
     page = (finished[0] / "population.html").read_text()
     for text in ("Out of sample", "Schedules", "Lineage", "(kept)", "max_grad_norm", "which had no part in any choice"):
         assert text in page
+    assert "the members beside it do neither" not in page
+
+
+def test_the_page_says_what_a_limit_does_to_the_agent_and_whether_it_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "space.yaml").write_text(SPACE)
+    small = ("--search", "space.yaml", "--members", "2", "--rounds", "2", "--processes", "1")
+    result = command(*small, settings=(*SMALL, "risk.limit=-0.04"))
+    assert result.exit_code == 0, result.output
+    page = html.unescape((tmp_path / "runs" / "population" / "population.html").read_text()).replace("\xa0", " ")
+    agent = open_run(tmp_path / "runs" / "population").agent
+    assert isinstance(agent, Ensemble)
+    assert f"The agent trades ×{agent.exposure:.2f} the positions that were learned" in page
+    assert agent.throttled
+    assert "its throttle cuts them after losses; the members beside it do neither" in page
+    verdict = " ".join(result.output.split("budget   ")[1].split("The probability")[0].split())
+    assert verdict in page
+    assert "Members as they learned to trade, without what is done to the agent's positions" in page
+
+
+def test_rates_are_shown_by_whole_decades(finished: tuple[Path, str]) -> None:
+    chart = schedule_chart(read_lineage(finished[0] / "lineage.jsonl"), 0)
+    rate, clip = chart.layout.yaxis, chart.layout.yaxis2
+    assert (rate.type, rate.dtick, rate.exponentformat) == ("log", 1, "power")
+    assert (clip.type, clip.dtick) == (None, None)
 
 
 def test_the_other_commands_take_the_folder(finished: tuple[Path, str]) -> None:

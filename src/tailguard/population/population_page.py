@@ -10,6 +10,8 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from tailguard.algorithm.ensemble import Ensemble
+from tailguard.algorithm.learner import Learner
 from tailguard.evaluate.backtest import BacktestResult
 from tailguard.evaluate.bootstrap import interval, sharpe_statistic
 from tailguard.evaluate.formatting import growth_of, percent, with_interval
@@ -41,16 +43,21 @@ class PopulationData:
     """Members that are the agent."""
     trials: TrialCount
     config: str
+    budget: str = ""
+    """Whether the budget held on the test part, in words; empty where there is none."""
+    trades_as: str = ""
+    """What the agent does with the positions that its members learned, in words; empty: it trades them as they are."""
 
 
 def population_page(data: PopulationData) -> str:
     """The population as one HTML file."""
     page = Page()
     page.add(f"<h1>{escape(data.name)}: population</h1>")
-    for sentence in sentences(data):
-        page.paragraph(sentence)
+    for sentence in (*sentences(data), data.trades_as, data.budget):
+        if sentence:
+            page.paragraph(sentence)
     page.add("<h2>Out of sample</h2>")
-    page.chart(equity_chart(data.results), "The test part, net of all costs. No member trained or was judged on it.")
+    page.chart(equity_chart(data.results), "No member trained or was judged on the test part.")
     page.table(
         ("", "growth", "Sharpe [95 % interval]", "max drawdown"),
         [_account(name, result) for name, result in data.results.items()],
@@ -65,8 +72,10 @@ def population_page(data: PopulationData) -> str:
             *data.lineage.space.names,
         ),
         _member_rows(data),
-        caption="Members, best on validation first; those that stopped early are last. Choosing one by its test column "
-        "would use the test part up.",
+        caption="Members as they learned to trade"
+        + (", without what is done to the agent's positions" if data.trades_as else "")
+        + "; best on validation first, and those that stopped early last. Choosing one by its test column would use "
+        "the test part up.",
     )
     page.add("<h2>Schedules</h2>")
     page.chart(
@@ -126,6 +135,19 @@ def sentences(data: PopulationData) -> list[str]:
     return found
 
 
+def trades_as(agent: Learner | Ensemble) -> str:
+    """What an agent does with the positions that its members learned, in words; empty: nothing."""
+    if not isinstance(agent, Ensemble):
+        return ""
+    found = []
+    if agent.calibration is not None:
+        found.append(f"the agent trades ×{agent.exposure:.2f} the positions that were learned, calibrated to the limit")
+    if agent.throttled:
+        found.append("its throttle cuts them after losses")
+    words = ", and ".join(found)
+    return f"{words[:1].upper()}{words[1:]}; the members beside it do neither." if found else ""
+
+
 def _account(name: str, result: BacktestResult) -> tuple[str, ...]:
     ratio = interval(result.net, sharpe_statistic(result.bars_per_year), np.random.default_rng(0))
     return name, growth_of(result), with_interval(ratio), percent(result.metrics["max_drawdown"])
@@ -175,6 +197,9 @@ def schedule_chart(lineage: Lineage, winner: int) -> go.Figure:
         )
         scale = "log" if dimension.scale == "log" and dimension.low > 0 else None
         chart.update_yaxes(title_text=dimension.name.partition(".")[2] or dimension.name, type=scale, row=row, col=1)
+        if scale == "log":
+            # Whole decades as powers: digits between them and prefixes, as 5 and 100µ, are not read as a rate.
+            chart.update_yaxes(dtick=1, exponentformat="power", row=row, col=1)
     chart.update_xaxes(title_text="environment steps of a member", row=len(names), col=1)
     return dress(chart, 130 + 170 * len(names))
 

@@ -29,13 +29,13 @@ from tailguard.population.lineage import Lineage, read_lineage
 from tailguard.population.member_records import MemberRecords
 from tailguard.population.options import PopulationSettings
 from tailguard.population.pbt import Standing
-from tailguard.population.population_page import PopulationData, population_page, sentences
+from tailguard.population.population_page import PopulationData, population_page, sentences, trades_as
 from tailguard.population.population_screen import in_words, shown_population
 from tailguard.population.space import SearchSpace
 from tailguard.population.workshop import Workshop
 from tailguard.runs.folder import RunFolder
 from tailguard.runs.members import Member, combine
-from tailguard.runs.outcome import RunResult, print_outcome
+from tailguard.runs.outcome import RunResult, budget_outcome_in_words, print_outcome
 from tailguard.runs.runner import build_members, dry_run, evaluate_on_test
 from tailguard.runs.training import save_result
 
@@ -229,7 +229,17 @@ def _finish(
             say(console, f"trials   {path} cannot be written: {error.strerror}. This population is not counted")
             break
     trials = count_trials(path, own)
-    data = PopulationData(trained.name, lineage, result.results, tested, kept, trials, to_yaml(trained.config))
+    data = PopulationData(
+        trained.name,
+        lineage,
+        result.results,
+        tested,
+        kept,
+        trials,
+        to_yaml(trained.config),
+        budget_outcome_in_words(result) if result.has_budget else "",
+        trades_as(result.agent),
+    )
     print_outcome(result, console)
     for sentence in sentences(data)[2:]:
         say(console, f"         {sentence}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -70,8 +72,9 @@ class Workshop:
         lines = _Lines(job.until)
         try:
             left = self.config.training.total_timesteps - learner.num_timesteps
-            # The whole run is the goal, or schedules would start anew in every round.
-            learner.learn(left, callback=[lines], reset_num_timesteps=False)
+            with named_warnings(job.member):
+                # The whole run is the goal, or schedules would start anew in every round.
+                learner.learn(left, callback=[lines], reset_num_timesteps=False)
         except NonFiniteError as error:
             return failed_outcome(job.member, learner.num_timesteps, lines.metrics, str(error))
         return self.finish(learner, job.member, lines.metrics, members)
@@ -114,6 +117,22 @@ class Workshop:
     def store(self, members: Path, member: int) -> CheckpointStore:
         """The checkpoints of a member."""
         return CheckpointStore(RunLayout(members / str(member)).path, self.hashes, KEPT)
+
+
+@contextlib.contextmanager
+def named_warnings(member: int) -> Iterator[None]:
+    """Context in which alarms name the member: several train at once, and their messages reach one terminal."""
+
+    def named(record: logging.LogRecord) -> bool:
+        record.msg = f"member {member}: {record.msg}"
+        return True
+
+    logger = logging.getLogger("tailguard")
+    logger.addFilter(named)
+    try:
+        yield
+    finally:
+        logger.removeFilter(named)
 
 
 def failed_outcome(member: int, step: int, metrics: Sequence[Mapping[str, float]], why: str) -> JobOutcome:
