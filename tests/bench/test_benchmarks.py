@@ -167,7 +167,7 @@ def test_many_pendulums_are_those_of_gymnasium(load: Any) -> None:
             assert (terminated[index], truncated[index]) == expected[2:4] == (False, step == 199)
 
 
-def test_the_worst_return_on_the_pendulum_is_what_an_adversary_can_reach(load: Any) -> None:
+def test_a_planned_adversary_of_a_pendulum_takes_what_it_says_and_more_than_another(load: Any) -> None:
     """Without a ball it is the return; a linear controller loses what pushing it outwards at every step costs."""
     pendulum = load("pendulum")
     env, total = pendulum.Pendulums(400), 0.0
@@ -175,18 +175,24 @@ def test_the_worst_return_on_the_pendulum_is_what_an_adversary_can_reach(load: A
     for _ in range(200):
         obs, reward, *_ = env.step(pendulum.by_hand(obs)[:, None])
         total += float(reward.mean())
-    assert pendulum.worst_return(pendulum.by_hand, (0.0, 0.0, 0.0)) == pytest.approx(total, abs=15)
+    assert pendulum.Planner(pendulum.by_hand, (0.0, 0.0, 0.0)).mean_return() == pytest.approx(total, abs=15)
 
     def soft(seen: Any) -> Any:
         return np.clip(-12.0 * seen[:, 1] - 3.0 * seen[:, 2], -2.0, 2.0)
 
-    radius, lowest = (0.0, 0.08, 0.4), pendulum.worst_return(soft, (0.0, 0.08, 0.4))
-    env.reset(seed=4)
-    pushed = 0.0
-    for _ in range(200):
-        seen = pendulum.observed(env.angle, env.speed)
-        # Towards the side on which it is falling already.
-        away = np.sign(env.speed + 4.0 * np.sin(env.angle))[:, None]
-        pushed += float(env.step(soft(seen - away * np.array(radius))[:, None])[1].mean())
-    assert lowest < pushed + 15
-    assert lowest < pendulum.worst_return(soft, (0.0, 0.0, 0.0)) - 100
+    def reached(attack: Any) -> float:
+        env.reset(seed=4)
+        earned = 0.0
+        for _ in range(200):
+            seen = pendulum.observed(env.angle, env.speed)
+            earned += float(env.step(soft(seen + attack(seen))[:, None])[1].mean())
+        return earned
+
+    radius = np.array((0.0, 0.08, 0.4))
+    planner = pendulum.Planner(soft, radius)
+    clean, planned = reached(np.zeros_like), reached(lambda seen: radius * planner.choice(seen))
+    # Against the side on which it is falling already.
+    pushed = reached(lambda seen: -np.sign(seen[:, 2:] + 4.0 * seen[:, 1:2]) * radius)
+    assert planned == pytest.approx(planner.mean_return(), abs=25)
+    assert planned < pushed
+    assert planned < clean - 100
