@@ -197,13 +197,14 @@ def test_turns_are_refused_where_iterations_are_recorded(make_ppo: Make) -> None
         Alternation(learner)
 
 
+@pytest.mark.parametrize("memory", ["separate", "none"])
 @pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
 def test_an_agent_is_saved_with_its_adversary(
-    make_ppo: Make, make_pathwise: Make, make_env: Make, tmp_path: Path, learner_kind: str
+    make_ppo: Make, make_pathwise: Make, make_env: Make, tmp_path: Path, learner_kind: str, memory: str
 ) -> None:
     """It goes on with as many environments or others, and decides without any."""
     robust = RobustConfig(epsilon=0.4, adversary="alternate", adversary_every=1, adversary_rollouts=1)
-    learner = (make_ppo if learner_kind == "ppo" else make_pathwise)(robust=robust)
+    learner = (make_ppo if learner_kind == "ppo" else make_pathwise)(robust=robust, memory=memory)
     for _ in range(2):
         learner.iterate()
     learner.save(tmp_path / "agent")

@@ -193,7 +193,9 @@ class Alternation:
         parts, state, device = self.learner.parts(), self.learner.state, self.agent.device
         fresh = self.learner.policy.initial_state(self.agent.env.num_envs)
         empty = named_parts(fresh)
-        same = all(value.shape == empty[name].shape for name, value in saved["memories"].items())
+        # Without memory the number of environments is seen from the episodes alone.
+        same = saved["episodes"]["returns"].shape == self.learner.episodes.returns.shape
+        same &= all(value.shape == empty[name].shape for name, value in saved["memories"].items())
         memories = tuple(
             tuple(
                 saved["memories"][f"{trunk}.{part}"].to(device) if same else value for part, value in enumerate(values)
