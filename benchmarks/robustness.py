@@ -16,8 +16,9 @@ raw observations for both kinds of agents: ε is in standard deviations of what 
 in the market of the training bars.
 
 What an agent keeps is counted from what no skill earns: 0 in the market (no trade), the return of standing still in
-Reacher, that of random actions in Pendulum. Settings were chosen on seeds from 1000 on; seeds of the cases are 200 to
-207 for the market and 0 to 7 for the tasks.
+Reacher, that of random actions in Pendulum. Settings were chosen on seeds from 1000 on; seeds of the cases are 208 to
+215 for the market, 0 to 7 for Reacher, and 20 to 27 for Pendulum. On Pendulum there is a seventh attack: the adversary
+that dynamic programming finds against an agent without memory, which no other can surpass but by the grid's error.
 """
 
 from __future__ import annotations
@@ -209,12 +210,12 @@ TASKS: dict[str, Task] = {
     "Pendulum-v1": gym_task(
         "Pendulum-v1",
         PENDULUM,
-        steps=960_000,
+        steps=640_000,
         num_envs=80,
         seeds=tuple(range(20, 28)),
-        epsilon=0.2,
+        epsilon=0.16,
         # Epsilon grows to the very end: an adversary that is suddenly strong leaves nothing to learn from.
-        robust=RobustConfig(epsilon=0.17, warmup=1.0, adversary="alternate", adversary_every=1, adversary_rollouts=1),
+        robust=RobustConfig(epsilon=0.15, warmup=1.0, adversary="alternate", adversary_every=1, adversary_rollouts=1),
         floor=-1_200.0,
         planned=PlannedAttack,
         units=UNITS,
