@@ -145,3 +145,54 @@ def test_preparing_is_scaled_by_its_serial_part_its_share_and_its_exponent(load:
     one = large.Prepared(bars=8 * 150_000, jobs=2, parent=4.0, workers=96.0)
     assert large.scaled_seconds(one, 0.9, 1.5) == pytest.approx(10 * 62.5 * 8)
     assert large.scaled_seconds(one, 2.0, 1.0) == pytest.approx(10 * 62.5**2 * 4)
+
+
+def test_many_pendulums_are_those_of_gymnasium(load: Any) -> None:
+    """Step by step from the same states, with torques beyond the limits too; and the episodes' ends."""
+    gymnasium = pytest.importorskip("gymnasium")
+    many, single = load("pendulum").Pendulums(3), [gymnasium.make("Pendulum-v1") for _ in range(3)]
+    many.reset(seed=1)
+    for index, env in enumerate(single):
+        env.reset(seed=index)
+        env.unwrapped.state = np.array((many.angle[index], many.speed[index]))
+    draw = np.random.default_rng(2)
+    for step in range(200):
+        torque = draw.uniform(-2.5, 2.5, (3, 1)).astype(np.float32)
+        obs, reward, terminated, truncated, infos = many.step(torque)
+        for index, env in enumerate(single):
+            expected = env.step(torque[index])
+            seen = infos["final_obs"][index] if truncated[index] else obs[index]
+            np.testing.assert_allclose(seen, expected[0], atol=1e-6)
+            assert reward[index] == pytest.approx(expected[1], abs=1e-6)
+            assert (terminated[index], truncated[index]) == expected[2:4] == (False, step == 199)
+
+
+def test_a_planned_adversary_of_a_pendulum_takes_what_it_says_and_more_than_another(load: Any) -> None:
+    """Without a ball it is the return; a linear controller loses what pushing it outwards at every step costs."""
+    pendulum = load("pendulum")
+    env, total = pendulum.Pendulums(400), 0.0
+    obs, _ = env.reset(seed=3)
+    for _ in range(200):
+        obs, reward, *_ = env.step(pendulum.by_hand(obs)[:, None])
+        total += float(reward.mean())
+    assert pendulum.Planner(pendulum.by_hand, (0.0, 0.0, 0.0)).mean_return() == pytest.approx(total, abs=15)
+
+    def soft(seen: Any) -> Any:
+        return np.clip(-12.0 * seen[:, 1] - 3.0 * seen[:, 2], -2.0, 2.0)
+
+    def reached(attack: Any) -> float:
+        env.reset(seed=4)
+        earned = 0.0
+        for _ in range(200):
+            seen = pendulum.observed(env.angle, env.speed)
+            earned += float(env.step(soft(seen + attack(seen))[:, None])[1].mean())
+        return earned
+
+    radius = np.array((0.0, 0.08, 0.4))
+    planner = pendulum.Planner(soft, radius)
+    clean, planned = reached(np.zeros_like), reached(lambda seen: radius * planner.choice(seen))
+    # Against the side on which it is falling already.
+    pushed = reached(lambda seen: -np.sign(seen[:, 2:] + 4.0 * seen[:, 1:2]) * radius)
+    assert planned == pytest.approx(planner.mean_return(), abs=25)
+    assert planned < pushed
+    assert planned < clean - 100

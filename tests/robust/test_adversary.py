@@ -121,13 +121,36 @@ def test_the_gradient_goes_through_what_was_perturbed_as_through_the_truth(make_
     learner.alternation.take_turn()
     before = learner.state.rollout_state
     alternation, memory = learner.alternation, learner.alternation.memory
+    drawn = alternation.learner.generator.get_state()
     obs = before.obs.clone().requires_grad_()
     seen = alternation.observe(obs, before.episode_start, before.state[0])
     (slope,) = torch.autograd.grad(seen.sum(), obs)
     assert torch.equal(slope, torch.ones_like(slope))
     alternation.memory = memory
+    alternation.learner.generator.set_state(drawn)
     assert torch.equal(seen, alternation.observe(before.obs, before.episode_start, before.state[0]))
     assert (seen != before.obs).any(-1).all()
+
+
+def test_an_agent_that_learns_meets_an_adversary_that_cannot_be_predicted(make_ppo: Make) -> None:
+    """Of one situation met again and again it pushes the action up as often as its policy says: here in 3 of 10."""
+    learner = make_ppo(robust=RobustConfig(epsilon=0.4, schedule="constant", adversary="alternate"))
+    learner.iterate()
+    learner.alternation.take_turn()
+    alternation, before = learner.alternation, learner.state.rollout_state
+    head = alternation.learner.policy.action_head
+    with torch.no_grad():
+        head.linear.weight.zero_()
+        std = head.dist_params_of(head.linear.bias[None]).chunk(2, dim=-1)[1].exp()
+        head.linear.bias.copy_(torch.special.ndtri(torch.tensor(0.3)) * std.squeeze(0))
+    victim, rest = alternation.env.perturbation.victim, learner.policy.initial_state(8)[1:]
+    memories, up = ((before.state[0], *rest),), []
+    for _ in range(150):
+        seen = alternation.observe(before.obs, before.episode_start, before.state[0])
+        with torch.no_grad():
+            clean, pushed = (victim.unit_action(obs, memories, before.episode_start) for obs in (before.obs, seen))
+        up.append((pushed > clean).double())
+    assert 0.25 < float(torch.stack(up).mean()) < 0.35  # 1,200 draws: a standard deviation of 0.013
 
 
 @pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
@@ -174,13 +197,14 @@ def test_turns_are_refused_where_iterations_are_recorded(make_ppo: Make) -> None
         Alternation(learner)
 
 
+@pytest.mark.parametrize("memory", ["separate", "none"])
 @pytest.mark.parametrize("learner_kind", ["ppo", "pathwise"])
 def test_an_agent_is_saved_with_its_adversary(
-    make_ppo: Make, make_pathwise: Make, make_env: Make, tmp_path: Path, learner_kind: str
+    make_ppo: Make, make_pathwise: Make, make_env: Make, tmp_path: Path, learner_kind: str, memory: str
 ) -> None:
     """It goes on with as many environments or others, and decides without any."""
     robust = RobustConfig(epsilon=0.4, adversary="alternate", adversary_every=1, adversary_rollouts=1)
-    learner = (make_ppo if learner_kind == "ppo" else make_pathwise)(robust=robust)
+    learner = (make_ppo if learner_kind == "ppo" else make_pathwise)(robust=robust, memory=memory)
     for _ in range(2):
         learner.iterate()
     learner.save(tmp_path / "agent")

@@ -100,7 +100,8 @@ class Alternation:
         head, true, own = network.network.action_head, obs.detach(), tuple(part.detach() for part in memory)
         seen = network.scale(true).nan_to_num(0.0, 0.0, 0.0)
         dist_params, self.memory = network.network.act(seen, self.memory, episode_start)
-        action = head.to_env(head.mode(dist_params))
+        # Drawn, not its mode: an agent learns to read the truth out of what a predictable adversary shows.
+        action = head.to_env(head.sample(dist_params, self.learner.generator))
         rest = self.agent.policy.initial_state(len(obs))[1:]
         moved = self._today()(true, ((own, *rest),), episode_start, action)
         seen_by_agent = torch.where(self.attacked, moved, true)
@@ -192,7 +193,9 @@ class Alternation:
         parts, state, device = self.learner.parts(), self.learner.state, self.agent.device
         fresh = self.learner.policy.initial_state(self.agent.env.num_envs)
         empty = named_parts(fresh)
-        same = all(value.shape == empty[name].shape for name, value in saved["memories"].items())
+        # Without memory the number of environments is seen from the episodes alone.
+        same = saved["episodes"]["returns"].shape == self.learner.episodes.returns.shape
+        same &= all(value.shape == empty[name].shape for name, value in saved["memories"].items())
         memories = tuple(
             tuple(
                 saved["memories"][f"{trunk}.{part}"].to(device) if same else value for part, value in enumerate(values)
