@@ -35,6 +35,7 @@ from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.randomisation import Randomisation, Variation, draw_variation
 from tailguard.envs.shield import Shield
+from tailguard.envs.traded_bar import trade_bar
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
@@ -301,15 +302,15 @@ class TradingEnv:
         target, shielded = task.decide(action, before)
         if self.randomisation is not None:
             hold = (Variation(*drawn).missed > 0).unsqueeze(1).expand_as(target)
-        after, transition = task.advance(before, target, hold)
+        bar = trade_bar(task, before, target, hold)
+        after, transition, (pnl, drawdown, _) = bar.after, bar.transition, bar.account
         terminated = transition.liquidated
         truncated = (after.age >= task.episode_length) & ~terminated
         ended = terminated | truncated
+        final_obs = bar.observation
         if self.randomisation is not None:
             after = _jumped(after, Variation(*drawn).jump.masked_fill(ended, -1))
-        account = task.account(after)
-        pnl, drawdown, _ = account
-        final_obs = task.observe(after, account)
+            final_obs = task.observe(after, bar.account)
         outcome = {
             "pnl": pnl.float(),
             "net": transition.net.float(),
@@ -322,12 +323,11 @@ class TradingEnv:
             "shielded": shielded,
             **transition.costs,
         }
-        reward = task.reward_of(transition, before)
         obs = final_obs
         if may_hold_any(ended):
             after = where(ended, self._fresh_episodes(drawn), after)
             obs = task.observe(after)
-        return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
+        return after, Step(obs, bar.reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
 
     def restrict_starts(self, rows: Tensor) -> None:
         """Let episodes start only at these rows [S]; with randomised feeds, rows of the clean bars."""
