@@ -14,14 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tailguard import market as simulator
 from tailguard.data.panel import Panel
 from tailguard.device_ops import may_hold_any
 from tailguard.envs.projection import Limits, constrain
 from tailguard.envs.shield import Shield
 from tailguard.errors import ConfigError
 from tailguard.market import Market, MarketState, Transition
-from tailguard.market.simulator import step_and_course
-from tailguard.market.slopes import Course
 from tailguard.market.state import where as market_where
 from tailguard.market.tables import as_tensor
 
@@ -191,18 +190,11 @@ class TradingTask:
         self, state: EpisodeState, target: Tensor, hold: Tensor | None = None
     ) -> tuple[EpisodeState, Transition]:
         """Trade one bar towards target weights [N, A]."""
-        after, transition, _ = self.advance_and_course(state, target, hold)
-        return after, transition
-
-    def advance_and_course(
-        self, state: EpisodeState, target: Tensor, hold: Tensor | None = None
-    ) -> tuple[EpisodeState, Transition, Course]:
-        """`advance`, and what the simulator's step computed on the way."""
-        market, transition, course = step_and_course(
+        market, transition = simulator.step(
             self.market, state.market, target.to(self.market.dtype), hold, state.cost_factor
         )
         peak = torch.maximum(state.peak_equity, market.equity)
-        return EpisodeState(market, state.start_equity, peak, state.age + 1, state.cost_factor), transition, course
+        return EpisodeState(market, state.start_equity, peak, state.age + 1, state.cost_factor), transition
 
     def reward_of(self, transition: Transition, state: EpisodeState) -> Tensor:
         """Reward of a bar, [N] float32; `state` is the one before it.

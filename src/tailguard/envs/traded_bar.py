@@ -1,9 +1,7 @@
-"""One bar of N episodes after the decision: trade, account, reward and observation, with the slopes of all by hand.
+"""One bar of N episodes after the decision: trade, account, observation and reward.
 
-A policy that is differentiated through the market comes here at every bar. Automatic differentiation would give each of
-some eighty operations a node of its own, which at a few hundred accounts takes longer than the arithmetic; here a bar
-is one node, with the same numbers. `market.slopes` says which bars are left to automatic differentiation.
-
+Few accounts on a CPU take a shorter way to the same numbers (`market.host_step`): a policy that is differentiated
+through the market comes here at every bar, and the whole bar is then one node of the graph, with its slopes by hand.
 With the gain g = e/s − 1 and the drawdown d = e/p − 1 of an episode that began at s, and p its peak:
 
     of_e += of_g/s + of_d/p        of_p −= of_d·e/p²        p = max(p, e): its slope goes to the larger one
@@ -11,21 +9,21 @@ With the gain g = e/s − 1 and the drawdown d = e/p − 1 of an episode that be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tailguard.device_ops import readable
 from tailguard.envs.episodes import GROWTH_FLOOR, EpisodeState, TradingTask
-from tailguard.market import Transition
-from tailguard.market.slopes import Course, Slopes, has_known_slopes, plus, slopes_before
+from tailguard.market import MarketState, Transition
+from tailguard.market.host_step import Array, HostStep, StepSlopes, array, can_step, host_step, slopes_before
 
 
 @dataclass(frozen=True)
 class TradedBar:
-    """What a bar leads to, before any episode is begun anew."""
+    """What a bar leads to, before any episode begins anew."""
 
     after: EpisodeState
     transition: Transition
@@ -37,114 +35,142 @@ class TradedBar:
 
 def trade_bar(task: TradingTask, before: EpisodeState, target: Tensor, hold: Tensor | None = None) -> TradedBar:
     """Trade one bar towards target weights [N, A]; `hold` as in the simulator."""
-    learns = torch.is_grad_enabled() and target.requires_grad and readable(target)
-    if learns and not before.start_equity.requires_grad and has_known_slopes(task.market):
-        with torch.no_grad():
-            bar, course = _traded(task, before, target, hold)
-        if not course.rough:
-            return _with_slopes(task, before, target, hold, bar, course)
-    return _traded(task, before, target, hold)[0]
-
-
-def _traded(
-    task: TradingTask, before: EpisodeState, target: Tensor, hold: Tensor | None
-) -> tuple[TradedBar, Course]:
-    after, transition, course = task.advance_and_course(before, target, hold)
+    if can_step(task.market, target) and not before.start_equity.requires_grad:
+        row = before.market.row + 1
+        step = host_step(task.market, before.market, row, target.to(task.market.dtype), hold, before.cost_factor)
+        if step is not None:
+            return _on_host(task, before, row, target, step)
+    after, transition = task.advance(before, target, hold)
     account = task.account(after)
-    reward = task.reward_of(transition, before)
-    return TradedBar(after, transition, account, task.observe(after, account), reward), course
+    return TradedBar(after, transition, account, task.observe(after, account), task.reward_of(transition, before))
 
 
-def _with_slopes(
-    task: TradingTask, before: EpisodeState, target: Tensor, hold: Tensor | None, bar: TradedBar, course: Course
-) -> TradedBar:
-    """The bar, which was computed without a graph, with its graph as one node."""
-    after, transition, (pnl, drawdown, time_left) = bar.after, bar.transition, bar.account
+def _on_host(task: TradingTask, before: EpisodeState, row: Tensor, target: Tensor, step: HostStep) -> TradedBar:
+    """The bar that NumPy has traded, with a node of the graph where one is asked for."""
     inputs = target, before.market.weights, before.market.equity, before.peak_equity
-    held = task, before, hold, course, bar
-    made = _TradedBar.apply(*inputs, held)  # type: ignore[no-untyped-call]
-    equity, weights, peak, observation, reward, net, pnl, drawdown, turnover, *costs = made
-    charged = dict(zip(_charged(task), costs, strict=True))
-    return TradedBar(
-        replace(after, market=replace(after.market, equity=equity, weights=weights), peak_equity=peak),
-        replace(transition, net=net, turnover=turnover, costs=transition.costs | charged),
-        (pnl, drawdown, time_left),
-        observation,
-        reward,
+    learns = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
+    made = _Bar.apply(*inputs, task, before, row, step) if learns else _results(task, before, row, step)  # type: ignore[no-untyped-call]
+    equity, weights, peak, observation, reward, net, gain, drawdown, turnover, *costs = made
+    nothing = torch.zeros_like(net)
+    kinds = [cost.kind for cost in task.market.costs["liquidation"]]
+    transition = Transition(
+        net=net,
+        pnl=_flat(step.pnl),
+        costs=dict(zip(step.costs, costs, strict=True)) | dict.fromkeys(kinds, nothing),
+        shortfall=nothing,
+        turnover=turnover,
+        unfilled=nothing,
+        liquidated=torch.zeros_like(net, dtype=torch.bool),
     )
+    market, age = MarketState(row, equity, weights), before.age + 1
+    after = EpisodeState(market, before.start_equity, peak, age, before.cost_factor)
+    time_left = 1 - age.to(net.dtype) / task.episode_length
+    return TradedBar(after, transition, (gain, drawdown, time_left), observation, reward)
 
 
-def _charged(task: TradingTask) -> list[str]:
-    """Kinds of the costs of a bar without liquidations."""
-    costs = task.market.costs
-    return [cost.kind for cost in (*costs["order"], *costs["close"])]
+def _results(task: TradingTask, before: EpisodeState, row: Tensor, step: HostStep) -> tuple[Tensor, ...]:
+    """What has a slope: equity, weights, peak, observation, reward, net growth, gain, drawdown, turnover, costs."""
+    net, former = _flat(step.net), before.market.equity.detach()
+    equity = torch.addcmul(former, former, net)
+    now, start = array(equity), array(before.start_equity)
+    peak = np.maximum(array(before.peak_equity), now)
+    gain, drawdown = now / start - 1, now / peak - 1
+    age = array(before.age) + 1
+    assets = step.weights.shape[1]
+    account = np.empty((len(now), assets + 3), now.dtype)
+    account[:, :assets] = step.weights
+    account[:, assets], account[:, assets + 1] = gain, drawdown
+    account[:, assets + 2] = 1 - age.astype(now.dtype) / task.episode_length
+    known = task.features.index_select(0, row)
+    if known.dtype == torch.bfloat16:
+        known = known.float()
+    observation = torch.cat((known, torch.from_numpy(account).to(known.dtype)), dim=1)
+    return (
+        equity, torch.from_numpy(step.weights), torch.from_numpy(peak), observation, _reward(task, before, net), net,
+        torch.from_numpy(gain), torch.from_numpy(drawdown), _flat(step.turnover),
+        *(_flat(cost) for cost in step.costs.values()),
+    )  # fmt: skip
 
 
-class _TradedBar(torch.autograd.Function):
+def _reward(task: TradingTask, before: EpisodeState, net: Tensor) -> Tensor:
+    if task.reward == "log":
+        return torch.log1p(net.clamp(min=GROWTH_FLOOR - 1)).float()
+    if task.reward == "simple":
+        return net.float()
+    return (net * (before.market.equity.detach() / before.start_equity)).float()
+
+
+class _Bar(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        ctx.task, ctx.before, ctx.hold, ctx.course, bar = inputs[-1]
+        *_, task, before, row, step = inputs
+        made = _results(task, before, row, step)
         # Most results reach no loss; None then saves a tensor of zeros and what would follow from it.
         ctx.set_materialize_grads(False)
-        market, transition, (pnl, drawdown, _) = bar.after.market, bar.transition, bar.account
-        ctx.save_for_backward(market.equity, market.weights, bar.after.peak_equity)
-        costs = [transition.costs[kind] for kind in _charged(ctx.task)]
-        of_bar = market.equity, market.weights, bar.after.peak_equity, bar.observation, bar.reward
-        return (*of_bar, transition.net, pnl, drawdown, transition.turnover, *costs)
+        ctx.task, ctx.before, ctx.step = task, before, step
+        ctx.equity, ctx.peak = array(made[0]), array(made[2])
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        task, course, before = ctx.task, ctx.course, ctx.before
-        equity, weights, peak = ctx.saved_tensors
-        of_equity, of_weights, of_peak, of_seen, of_reward, of_net, of_pnl, of_drawdown, of_turnover, *own = gradients
+        task, before, step, equity, peak = ctx.task, ctx.before, ctx.step, ctx.equity, ctx.peak
+        given = [None if slope is None else slope.numpy() for slope in gradients]
+        of_equity, of_weights, of_peak, of_seen, of_reward, of_net, of_gain, of_drawdown, of_turnover, *own = given
         if of_seen is not None:
-            assets = weights.shape[1]
-            of_account = of_seen[:, task.features.shape[1] :].to(equity.dtype)
-            of_weights = plus(of_weights, of_account[:, :assets])
-            of_pnl, of_drawdown = plus(of_pnl, of_account[:, assets]), plus(of_drawdown, of_account[:, assets + 1])
-        if of_pnl is not None:
-            of_equity = plus(of_equity, of_pnl / before.start_equity)
+            features, assets = task.features.shape[1], step.weights.shape[1]
+            of_account = of_seen[:, features:].astype(equity.dtype, copy=False)
+            of_weights = _plus(of_weights, of_account[:, :assets])
+            of_gain = _plus(of_gain, of_account[:, assets])
+            of_drawdown = _plus(of_drawdown, of_account[:, assets + 1])
+        if of_gain is not None:
+            of_equity = _plus(of_equity, of_gain / array(before.start_equity))
         if of_drawdown is not None:
             share = of_drawdown / peak
-            of_equity, of_peak = plus(of_equity, share), plus(of_peak, (share * (equity / peak)).neg())
+            of_equity, of_peak = _plus(of_equity, share), _plus(of_peak, -share * (equity / peak))
         of_former_peak = None
         if of_peak is not None:
             # Of two equal ones each has half of the slope, as automatic differentiation has it.
             half = 0.5 * of_peak
-            rest = half * (equity - before.peak_equity).sign()
-            of_equity, of_former_peak = plus(of_equity, half + rest), half - rest
-        of_former_equity = None
+            rest = half * np.sign(equity - array(before.peak_equity))
+            of_equity, of_former_peak = _plus(of_equity, half + rest), torch.from_numpy(half - rest)
+        of_former = None
         if of_reward is not None:
-            through_net, of_former_equity = _slopes_of_reward(task, before, course, of_reward.to(equity.dtype))
-            of_net = plus(of_net, through_net)
-        slopes = Slopes(
-            equity=_column(of_equity),
-            weights=of_weights,
-            net=_column(of_net),
-            turnover=_column(of_turnover),
-            costs={kind: slope.unsqueeze(1) for kind, slope in zip(_charged(task), own, strict=True) if slope is not None},
-        )
-        of_target, of_held, through_step = slopes_before(
-            task.market, course, weights, ctx.hold, before.cost_factor, slopes
-        )
-        if through_step is not None:
-            of_former_equity = plus(of_former_equity, through_step.squeeze(1))
-        return of_target, of_held, of_former_equity, of_former_peak, None
+            through_net, of_former = _slopes_of_reward(task, before, step, of_reward.astype(equity.dtype, copy=False))
+            of_net = _plus(of_net, through_net)
+        costs = {kind: slope[:, None] for kind, slope in zip(step.costs, own, strict=True) if slope is not None}
+        of = StepSlopes(_column(of_equity), of_weights, _column(of_net), _column(of_turnover), costs)
+        of_target, of_held, through_step = slopes_before(task.market, step, of)
+        of_former = _plus(of_former, through_step[:, 0])
+        assert of_former is not None
+        slopes = (torch.from_numpy(slope) for slope in (of_target, of_held, of_former))
+        return *slopes, of_former_peak, None, None, None, None
 
 
 def _slopes_of_reward(
-    task: TradingTask, before: EpisodeState, course: Course, of_reward: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Slopes of `TradingTask.reward_of` in the net growth and in the equity before the bar, [N] each."""
+    task: TradingTask, before: EpisodeState, step: HostStep, of_reward: Array
+) -> tuple[Array, Array | None]:
+    """Slopes in the net growth and in the equity before the bar, [N] each."""
     if task.reward == "simple":
         return of_reward, None
-    left = course.closed.equity.squeeze(1)
+    closed = step.closed[:, 0]
     if task.reward == "log":
-        return torch.where(left >= GROWTH_FLOOR, of_reward / left, 0.0), None
-    of_money = of_reward / before.start_equity
-    return of_money * before.market.equity, of_money * (left - 1)
+        return np.where(closed >= GROWTH_FLOOR, of_reward / closed, 0).astype(closed.dtype, copy=False), None
+    of_money = of_reward / array(before.start_equity)
+    return of_money * step.equity[:, 0], of_money * step.net[:, 0]
 
 
-def _column(slope: Tensor | None) -> Tensor | None:
+def _flat(values: Array) -> Tensor:
+    """[N, 1] as [N]."""
+    return torch.from_numpy(values[:, 0])
+
+
+def _column(slope: Array | None) -> Array | None:
     """[N] as [N, 1]."""
-    return None if slope is None else slope.unsqueeze(1)
+    return None if slope is None else slope[:, None]
+
+
+def _plus(one: Array | None, other: Array | None) -> Array | None:
+    """Their sum; None is 0."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other

@@ -28,7 +28,6 @@ from torch import Tensor
 from tailguard.device_ops import may_hold_any
 from tailguard.market.account import Account, liquidate, margin_excess, margin_floor, revalue
 from tailguard.market.costs import ChargedAt, Fill, Holding, charge, over_assets, total
-from tailguard.market.slopes import Course
 from tailguard.market.state import MarketState
 from tailguard.market.tables import Market, Rates, bar_of
 
@@ -76,18 +75,6 @@ def step(
     row's segment and the target's gross weight inside the allowed leverage.
     `cost_factor`: on each account's costs of orders, [N]; None: 1.
     """
-    after, transition, _ = step_and_course(market, state, target, hold, cost_factor)
-    return after, transition
-
-
-def step_and_course(
-    market: Market,
-    state: MarketState,
-    target: Tensor,
-    hold: Tensor | None = None,
-    cost_factor: Tensor | None = None,
-) -> tuple[MarketState, Transition, Course]:
-    """`step`, and what it computes on the way, for callers that know the slopes (`market.slopes`)."""
     rates = market.rates
     # Decided at the close of `row`, filled at the open of the next row: no bar is both seen and traded.
     row = state.row + 1
@@ -106,8 +93,7 @@ def step_and_course(
         wanted = wanted.masked_fill(hold, 0)
     ordered = wanted.abs()
     # The participation cap: what exceeds it is not filled, and not carried over to the next bar.
-    capped = not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates))
-    if capped:
+    if not target.requires_grad or may_hold_any(ordered > _fill_limit(bar.capacity, equity.detach(), rates)):
         limit = _fill_limit(bar.capacity, equity, rates)
         # A clamp, not sign times size: an order of exactly 0 still has slope 1 in the target.
         order = filled_order = torch.clamp(wanted, -limit, limit)
@@ -150,8 +136,7 @@ def step_and_course(
         unfilled=over_assets(ordered) - (turnover if bar.lot is None else over_assets(filled_order.abs())),
         liquidated=floor <= rates.slack,
     )
-    ruined = may_hold_any(booked.liquidated)
-    if ruined:
+    if may_hold_any(booked.liquidated):
         worst = torch.minimum(filled.positions * bar.low, filled.positions * bar.high)
         booked = _with_forced_closes(booked, market, opened, filled, closed, worst)
         # Set to zero before the division: a slope of 1/equity at equity 0 would enter the gradient as 0·∞.
@@ -159,8 +144,7 @@ def step_and_course(
         closed = Account(closed.equity.masked_fill(liquidated, 1), values.masked_fill(liquidated, 0))
     weights = closed.positions / closed.equity
     transition = _per_account(booked)
-    after = MarketState(row, torch.addcmul(state.equity, state.equity, transition.net), weights)
-    return after, transition, Course(bar, target, equity, opened, order, traded, closed, capped or ruined)
+    return MarketState(row, torch.addcmul(state.equity, state.equity, transition.net), weights), transition
 
 
 def _fill_limit(capacity: Tensor, equity: Tensor, rates: Rates) -> Tensor:
