@@ -14,6 +14,7 @@ from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.member_axis import is_logical
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
+from tailguard.models.policy_row import RowPolicy
 
 MEASURED = ("pnl", "drawdown", "net")
 """Outcomes of a step that a risk budget may be made of."""
@@ -120,7 +121,7 @@ layer) and raw action, [N, ...] each."""
 
 
 def act(
-    policy: ActorCritic,
+    policy: RowPolicy,
     scale: ObservationScale,
     obs: Tensor,
     start: Tensor,
@@ -148,7 +149,7 @@ def act(
 
 
 def act_and_step(
-    policy: ActorCritic,
+    policy: RowPolicy,
     env: FunctionalEnv,
     scale: ObservationScale,
     obs: Tensor,
@@ -221,6 +222,8 @@ def collect(
     final_rows: list[int] = []
     final_obs: list[Tensor] = []
     drawn = None if noise is None else noise.unbind()
+    # A compiler follows the modules themselves.
+    acting = policy.for_window(obs, memory) if whole_step is act_and_step else policy
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if observe is not None:
@@ -233,10 +236,10 @@ def collect(
             # inputs.
             env_noise = functional.draw()
             acted, memory, functional.state, step = whole_step(
-                policy, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
+                acting, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
             )
         else:
-            acted, memory = act(policy, scale, seen, start, memory, noise, mask, deterministic)
+            acted, memory = act(acting, scale, seen, start, memory, noise, mask, deterministic)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)
