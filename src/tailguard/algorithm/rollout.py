@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailguard.device_ops import may_hold_any
+from tailguard.device_ops import may_hold_any, readable
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.member_axis import is_logical
 from tailguard.models.memory import MemoryState
@@ -169,6 +170,10 @@ def act_and_step(
 
 def finite_memory(state: PolicyState, device: torch.device) -> tuple[PolicyState, Tensor]:
     """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
+    parts = [part for trunk in state for part in trunk]
+    # A sum is finite only if every part of it is. On a CPU that may be asked for, and is always so.
+    if parts and all(readable(part) and math.isfinite(float(part.detach().sum())) for part in parts):
+        return state, torch.zeros((), dtype=torch.bool)
     # Made on the device: a copy from the host cannot be recorded in a CUDA graph.
     trunks, broken = [], torch.zeros((), dtype=torch.bool, device=device)
     for trunk in state:

@@ -27,10 +27,16 @@ class TradedBar:
 
     after: EpisodeState
     transition: Transition
-    account: tuple[Tensor, Tensor, Tensor]
-    """`ACCOUNT_FIELDS`, [N] each."""
+    gain: Tensor
+    """Since the start of the episode, as a share of its first equity, [N]."""
+    drawdown: Tensor
+    """From the episode's peak, as a share of it, [N]."""
     observation: Tensor
     reward: Tensor
+    finite: Tensor
+    """bool: the account's growth is a number."""
+    liquidates: bool
+    """Whether some account may have been liquidated."""
 
 
 def trade_bar(task: TradingTask, before: EpisodeState, target: Tensor, hold: Tensor | None = None) -> TradedBar:
@@ -41,8 +47,9 @@ def trade_bar(task: TradingTask, before: EpisodeState, target: Tensor, hold: Ten
         if step is not None:
             return _on_host(task, before, row, target, step)
     after, transition = task.advance(before, target, hold)
-    account = task.account(after)
-    return TradedBar(after, transition, account, task.observe(after, account), task.reward_of(transition, before))
+    account, reward = task.account(after), task.reward_of(transition, before)
+    observation, finite = task.observe(after, account), transition.net.isfinite()
+    return TradedBar(after, transition, account[0], account[1], observation, reward, finite, liquidates=True)
 
 
 def _on_host(task: TradingTask, before: EpisodeState, row: Tensor, target: Tensor, step: HostStep) -> TradedBar:
@@ -51,21 +58,24 @@ def _on_host(task: TradingTask, before: EpisodeState, row: Tensor, target: Tenso
     learns = torch.is_grad_enabled() and any(value.requires_grad for value in inputs)
     made = _Bar.apply(*inputs, task, before, row, step) if learns else _results(task, before, row, step)  # type: ignore[no-untyped-call]
     equity, weights, peak, observation, reward, net, gain, drawdown, turnover, *costs = made
-    nothing = torch.zeros_like(net)
+    # One tensor for all that did not happen: results are read, never written to.
+    nothing = np.zeros(len(step.net), step.net.dtype)
+    zeros = torch.from_numpy(nothing)
     kinds = [cost.kind for cost in task.market.costs["liquidation"]]
     transition = Transition(
         net=net,
         pnl=_flat(step.pnl),
-        costs=dict(zip(step.costs, costs, strict=True)) | dict.fromkeys(kinds, nothing),
-        shortfall=nothing,
+        costs=dict(zip(step.costs, costs, strict=True)) | dict.fromkeys(kinds, zeros),
+        shortfall=zeros,
         turnover=turnover,
-        unfilled=nothing,
-        liquidated=torch.zeros_like(net, dtype=torch.bool),
+        unfilled=zeros,
+        liquidated=torch.from_numpy(nothing.astype(np.bool_)),
     )
-    market, age = MarketState(row, equity, weights), before.age + 1
-    after = EpisodeState(market, before.start_equity, peak, age, before.cost_factor)
-    time_left = 1 - age.to(net.dtype) / task.episode_length
-    return TradedBar(after, transition, (gain, drawdown, time_left), observation, reward)
+    after = EpisodeState(
+        MarketState(row, equity, weights), before.start_equity, peak, before.age + 1, before.cost_factor
+    )
+    finite = _flat(np.isfinite(step.net))
+    return TradedBar(after, transition, gain, drawdown, observation, reward, finite, liquidates=False)
 
 
 def _results(task: TradingTask, before: EpisodeState, row: Tensor, step: HostStep) -> tuple[Tensor, ...]:

@@ -303,22 +303,24 @@ class TradingEnv:
         if self.randomisation is not None:
             hold = (Variation(*drawn).missed > 0).unsqueeze(1).expand_as(target)
         bar = trade_bar(task, before, target, hold)
-        after, transition, (pnl, drawdown, _) = bar.after, bar.transition, bar.account
-        terminated = transition.liquidated
-        truncated = (after.age >= task.episode_length) & ~terminated
-        ended = terminated | truncated
+        after, transition = bar.after, bar.transition
+        terminated, truncated = transition.liquidated, after.age >= task.episode_length
+        ended = truncated
+        if bar.liquidates:
+            truncated = truncated & ~terminated
+            ended = terminated | truncated
         final_obs = bar.observation
         if self.randomisation is not None:
             after = _jumped(after, Variation(*drawn).jump.masked_fill(ended, -1))
-            final_obs = task.observe(after, bar.account)
+            final_obs = task.observe(after)
         outcome = {
-            "pnl": pnl.float(),
+            "pnl": bar.gain.float(),
             "net": transition.net.float(),
-            "drawdown": drawdown.float(),
+            "drawdown": bar.drawdown.float(),
             "turnover": transition.turnover,
             "unfilled": transition.unfilled,
             "liquidated": transition.liquidated,
-            "finite": transition.net.isfinite(),
+            "finite": bar.finite,
             "weights": after.market.weights,
             "shielded": shielded,
             **transition.costs,

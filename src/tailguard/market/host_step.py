@@ -113,7 +113,8 @@ def host_step(
         factor = array(cost_factor)[:, None]
     for cost in market.costs["order"]:
         if cost.amount is impact_cost:
-            amount = over_assets(traded * bar.impact * np.sqrt(traded * equity))
+            # A root of PyTorch's may differ from NumPy's in its last digit.
+            amount = over_assets(traded * bar.impact * torch.from_numpy(traded * equity).sqrt().numpy())
         else:
             amount = _of_turnover(rates.costs[cost.kind].numpy(), traded, turnover)
             if cost.amount is spread_cost and bar.tick is not None:
