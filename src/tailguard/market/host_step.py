@@ -1,9 +1,9 @@
 """A bar of few accounts on a CPU, in NumPy, with its slopes written out by hand.
 
-At a few hundred accounts an operation of PyTorch takes three times as long as NumPy's, and automatic differentiation
+At a few hundred accounts an operation of PyTorch takes about twice as long as NumPy's, and automatic differentiation
 gives each of the fifty operations of a step a node, which takes as long again. The numbers are those of
-`simulator.step`, bit by bit. What it does not do is left to the simulator: orders beyond their caps, liquidations, lots,
-interest on shorts and borrowed cash, and costs of one's own.
+`simulator.step`, bit by bit. What it does not do is left to the simulator: orders beyond their caps, liquidations,
+lots, interest on shorts and borrowed cash, and costs of one's own.
 
 In the names of the simulator's page, for a loss with slopes of_net, of_equity and of_weights in the results:
 
@@ -17,6 +17,7 @@ In the names of the simulator's page, for a loss with slopes of_net, of_equity a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,16 +28,14 @@ from torch import Tensor
 from tailguard.device_ops import readable
 from tailguard.market.costs import borrow_cost, funding_cost, impact_cost, spread_cost, turnover_cost
 from tailguard.market.state import MarketState
-from tailguard.market.tables import Market, bar_of
+from tailguard.market.tables import Bar, Market, bar_of
 
 Array = NDArray[Any]
 
 MOST_NUMBERS = 8_192
 """Accounts times assets up to which NumPy is faster; beyond, PyTorch's operations are as fast and use more threads."""
 
-KNOWN: frozenset[Callable[..., Tensor]] = frozenset(
-    {turnover_cost, spread_cost, impact_cost, funding_cost, borrow_cost}
-)
+KNOWN: tuple[Callable[..., Tensor], ...] = (turnover_cost, spread_cost, impact_cost, funding_cost, borrow_cost)
 """Amounts of costs that are computed here; that of interest only where none is due."""
 
 
@@ -96,7 +95,7 @@ def host_step(
 ) -> HostStep | None:
     """A step to this row's close, arguments as of `simulator.step`; None where some order or account asks for more."""
     rates = market.rates
-    bar = bar_of(market.columns, market.table.index_select(1, row).numpy())
+    bar: Bar[Array] = bar_of(market.columns, list(market.table.index_select(1, row).numpy()))
     held, wished, equity = array(state.weights), array(target), array(state.equity)[:, None]
     gap_gain = held * bar.gap
     gap_pnl = over_assets(gap_gain)
@@ -120,7 +119,7 @@ def host_step(
             if cost.amount is spread_cost and bar.tick is not None:
                 amount = amount + over_assets(bar.tick * traded)
         costs[cost.kind] = amount if factor is None else amount * factor
-    paid = sum_of(costs.values())
+    paid: Array = reduce(np.add, costs.values())
     filled_equity, filled = opened - paid, positions + order
     gain = filled * bar.move
     values = filled + gain
@@ -188,17 +187,12 @@ def array(values: Tensor) -> Array:
     return values.detach().numpy()
 
 
-def sum_of(amounts: Any) -> Array:
-    """Their sum, from left to right."""
-    first, *rest = amounts
-    for amount in rest:
-        first = first + amount
-    return first
-
-
 def over_assets(values: Array) -> Array:
     """Sum over the assets, [N, A] -> [N, 1]; by PyTorch, whose order of additions gives the simulator's last digit."""
-    return values if values.shape[1] == 1 else torch.from_numpy(values).sum(-1, keepdim=True).numpy()
+    if values.shape[1] == 1:
+        return values
+    total: Array = torch.from_numpy(values).sum(-1, keepdim=True).numpy()
+    return total
 
 
 def _of_turnover(rate: Array, traded: Array, turnover: Array) -> Array:

@@ -73,9 +73,7 @@ class _Layers:
 
     def __init__(self, encoder: list[nn.Linear], cells: list[Any], head: nn.Linear) -> None:
         self.encoder = [(layer.weight.detach(), layer.bias.detach()) for layer in encoder]
-        self.cells = [
-            (w_ih.detach(), w_hh.detach(), b_ih.detach() + b_hh.detach()) for w_ih, w_hh, b_ih, b_hh in cells
-        ]
+        self.cells = [(w_ih.detach(), w_hh.detach(), b_ih.detach() + b_hh.detach()) for w_ih, w_hh, b_ih, b_hh in cells]
         self.head = head.weight.detach(), head.bias.detach()
         self.sums: list[Tensor] | None = None
         self.passing = -1
@@ -108,7 +106,7 @@ class _Weights(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         ctx.layers, *weights = inputs
         ctx.set_materialize_grads(False)
-        return weights[0].new_zeros(())
+        return torch.zeros((), dtype=weights[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ARG004
@@ -152,7 +150,8 @@ class _Row(torch.autograd.Function):
         # From the last layer to the first; turned round at the end.
         slopes = [of_output.sum(0), of_output.mT @ read[-1]] if wants_weights else []
         of_x = of_output @ weight
-        of_h, of_c = [], []
+        of_h: list[Tensor] = []
+        of_c: list[Tensor] = []
         for number in reversed(range(len(traces))):
             if of_hidden is not None:
                 of_x += of_hidden[number]
