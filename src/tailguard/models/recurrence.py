@@ -7,6 +7,7 @@ recurrent weights, and outside, one for the input weights and one for the inputs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -128,12 +129,14 @@ class CellTrace(NamedTuple):
     shown: Tensor
 
 
-def cell_values(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor, CellTrace]:
+def cell_values(
+    gates: Tensor, c: Tensor, tanh: Callable[[Tensor], Tensor] = torch.tanh
+) -> tuple[Tensor, Tensor, CellTrace]:
     """Hidden state and cell after a row from the gates before their non-linearities, [N, 4H], and the cell before."""
     i, f, g, o = gates.chunk(4, dim=-1)
-    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    i, f, g, o = i.sigmoid(), f.sigmoid(), tanh(g), o.sigmoid()
     after = f * c + i * g
-    shown = after.tanh()
+    shown = tanh(after)
     return o * shown, after, CellTrace(i, f, g, o, shown)
 
 
