@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from tailguard.device_ops import readable
 from tailguard.errors import ConfigError
 from tailguard.market.costs import COSTS
 from tailguard.models.critics import ascending
@@ -46,16 +45,8 @@ class Snapshot:
         valid = self.rollout.valid.float()
         return valid / valid.sum().clamp(min=1)
 
-    @cached_property
-    def _all_count(self) -> bool:
-        """Whether every row does, where that may be asked for."""
-        valid = self.rollout.valid
-        return readable(valid) and bool(valid.all())
-
     def mean(self, values: Tensor) -> Tensor:
         """Mean of [T, N] over the rows that count."""
-        if self._all_count:
-            return values.float().mean()
         return torch.where(self.rollout.valid, values.float(), 0.0).mul(self.weights).sum()
 
     def std(self, values: Tensor) -> Tensor:
