@@ -1,8 +1,8 @@
 """Gradients through the market beside PPO and sb3-contrib: time to a target, and what equal time brings.
 
-    python benchmarks/pathwise.py                     5 seeds, about 20 minutes on 2 idle cores
+    python benchmarks/pathwise.py                     5 seeds, about 30 minutes on 2 idle cores
     python benchmarks/pathwise.py --only race         time to half and to three quarters, about 7 minutes
-    python benchmarks/pathwise.py --only equal-time   10, 30 and 60 seconds of training, about 14 minutes
+    python benchmarks/pathwise.py --only equal-time   10, 30 and 60 seconds of training, about 23 minutes
 
 **Race.** The task, the clock and the evaluation are those of target.py: the share of the planted optimum's growth that
 a learner reaches, acting deterministically, on a year of another market with the same law. One run gives the time to
