@@ -1,8 +1,8 @@
 """Gradients through the market beside PPO and sb3-contrib: time to a target, and what equal time brings.
 
-    python benchmarks/pathwise.py                     5 seeds, about 20 minutes on 2 idle cores
+    python benchmarks/pathwise.py                     5 seeds, about 30 minutes on 2 idle cores
     python benchmarks/pathwise.py --only race         time to half and to three quarters, about 7 minutes
-    python benchmarks/pathwise.py --only equal-time   10, 30 and 60 seconds of training, about 14 minutes
+    python benchmarks/pathwise.py --only equal-time   10, 30 and 60 seconds of training, about 23 minutes
 
 **Race.** The task, the clock and the evaluation are those of target.py: the share of the planted optimum's growth that
 a learner reaches, acting deterministically, on a year of another market with the same law. One run gives the time to
@@ -14,7 +14,8 @@ years of the race, the test part is not used), the schedules of the learning rat
 the highest growth on the validation part is the result. It is looked for ten times in a run, and the looking is in the
 time. The share that is reported is, as in the race, that on a year of another market. PPO's settings are constant over
 a run, so its states after 10 and 30 s are those of its run of 60 s; the pathwise learner is trained from scratch for
-each. The share of the last state is printed beside it.
+each. The share of the last state is printed beside it. A third row has dropout and the mean of four agents, each with a
+quarter of the time and without one fold of the training part: `pathwise.dropout=0.2 training.members=4`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,16 +46,22 @@ from target import (
 )
 
 import tailguard as tg
+from tailguard.algorithm.ensemble import Ensemble
 from tailguard.data.prepare import prepare
+from tailguard.envs.folds import cut_folds
 from tailguard.runs.validation import Validation
 
 PEER, PPO = "sb3-contrib as people run it", "Tailguard's PPO"
 PATHWISE, SHORT_PATHWISE = (f"Tailguard, through the market, {shape}" for shape in (WINDOWS, SHORT_WINDOWS))
+FOUR, FOUR_WITH_DROPOUT = "Tailguard, four members", "Tailguard, four members with dropout"
+EQUAL_TIME = PPO, PATHWISE, FOUR_WITH_DROPOUT
 HALF, THREE_QUARTERS = 0.5, 0.75
 DURATIONS = (10.0, 30.0, 60.0)
 TRAINING_SHARE = 0.7
 LOOKS = 10
 """Evaluations on the validation part in a run."""
+MEMBERS, EMBARGO_MS = 4, 7 * 24 * 3_600_000
+"""Agents of a run of several, and the bars between a fold and what is trained on: `data.embargo`'s default."""
 
 Clock = Callable[[], float]
 CLOCKS: Mapping[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -102,13 +109,13 @@ def task_with_validation(seed: int) -> tuple[Task, tg.Bars]:
     return make_task(seed, prepare(split.train, FEATURES)), split.validation
 
 
-def train_and_choose(
-    task: Task, validation: tg.Bars, make: Contender, seed: int, seconds: tuple[float, ...], clock: Clock
-) -> dict[float, tuple[float, float]]:
-    """Shares of the chosen and of the last state after each of these times, in one run that ends with the last."""
-    learner: Any = make(task, seed)[0]
+def train(learner: Any, validation: tg.Bars, seconds: tuple[float, ...], clock: Clock) -> Iterator[tuple[float, Any]]:
+    """Train until the last of these times; at each of them, the time and the parameters that validation chose so far.
+
+    The learner may be evaluated then: the clock stands still.
+    """
     judge, best, kept = Validation(learner, validation), -math.inf, learner.get_parameters()
-    shares, elapsed = dict[float, tuple[float, float]](), 0.0
+    elapsed = 0.0
     ends = sorted({*seconds, *(seconds[-1] * look / LOOKS for look in range(1, LOOKS + 1))})
     for end in ends:
         begun = clock() - elapsed
@@ -122,25 +129,61 @@ def train_and_choose(
             best, kept = score.score, learner.get_parameters()
         elapsed = clock() - begun
         if end in seconds:
-            present = learner.get_parameters()
-            last = task.share(learner)
-            learner.set_parameters(kept)
-            shares[end] = task.share(learner), last
-            learner.set_parameters(present)
+            yield end, kept
+
+
+def one_agent(
+    task: Task, validation: tg.Bars, make: Contender, seed: int, seconds: tuple[float, ...], clock: Clock
+) -> dict[float, tuple[float, float]]:
+    """Shares of the chosen and of the last state after each of these times, in one run that ends with the last."""
+    learner: Any = make(task, seed)[0]
+    shares = dict[float, tuple[float, float]]()
+    for end, kept in train(learner, validation, seconds, clock):
+        present, last = learner.get_parameters(), task.share(learner)
+        learner.set_parameters(kept)
+        shares[end] = task.share(learner), last
+        learner.set_parameters(present)
     return shares
 
 
-def equal_time(seeds: Iterable[int], durations: tuple[float, ...], clock: Clock, say: Callable[[str], None]) -> Table:
+def several_agents(
+    task: Task, validation: tg.Bars, make: Contender, seed: int, seconds: tuple[float, ...], clock: Clock
+) -> dict[float, tuple[float, float]]:
+    """The same of the mean of `MEMBERS` agents, each of which has its part of the time and leaves out a fold."""
+    (whole,) = seconds
+    members: list[Any] = [make(task, seed + number)[0] for number in range(MEMBERS)]
+    chosen, last = [], []
+    for member, fold in zip(members, cut_folds(members[0].env, MEMBERS, EMBARGO_MS), strict=True):
+        member.env.restrict_starts(fold.outside)
+        for _, kept in train(member, validation, (whole / MEMBERS,), clock):
+            last.append(member.get_parameters())
+            chosen.append(kept)
+    shares = []
+    for states in (chosen, last):
+        for member, state in zip(members, states, strict=True):
+            member.set_parameters(state)
+        shares.append(task.share(Ensemble(members)))
+    return {whole: (shares[0], shares[1])}
+
+
+def equal_time(
+    seeds: Iterable[int],
+    durations: tuple[float, ...],
+    clock: Clock,
+    say: Callable[[str], None],
+    only: tuple[str, ...] | None = None,
+) -> Table:
     """Shares after equal time, medians over the seeds."""
-    learners = chosen((PPO, PATHWISE))
+    learners = chosen(EQUAL_TIME) if only is None else chosen(only)
     shares: dict[str, dict[float, list[float]]] = {name: {seconds: [] for seconds in durations} for name in learners}
     for seed in seeds:
         task, validation = task_with_validation(seed)
         for name, make in learners.items():
             # One run for all where nothing depends on how long it is to be.
             runs = [durations] if name.startswith(PPO) else [(seconds,) for seconds in durations]
+            trained = several_agents if name.startswith(FOUR) else one_agent
             for run in runs:
-                for seconds, (share, last) in train_and_choose(task, validation, make, seed, run, clock).items():
+                for seconds, (share, last) in trained(task, validation, make, seed, run, clock).items():
                     shares[name][seconds].append(share)
                     say(f"seed {seed}, {name}: {share:.1%} after {seconds:.0f} s, {last:.1%} without choosing")
     headings = [Column(f"after {seconds:.0f} s", justify="right", no_wrap=True) for seconds in durations]
@@ -165,6 +208,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of all learners")
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall", help="cpu: where the machine is not idle")
     parser.add_argument("--only", choices=("race", "equal-time"), help="one part of the two")
+    parser.add_argument("--learners", nargs="+", help="beginnings of the names of the learners of equal-time")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     console, seeds, clock = Console(width=180), range(given.first, given.first + given.seeds), CLOCKS[given.clock]
@@ -177,7 +221,8 @@ def main() -> None:
     if given.only in (None, "race"):
         tables += race(seeds, given.limit, clock, say)
     if given.only in (None, "equal-time"):
-        tables.append(equal_time(seeds, tuple(sorted(given.seconds)), clock, say))
+        names = None if given.learners is None else tuple(given.learners)
+        tables.append(equal_time(seeds, tuple(sorted(given.seconds)), clock, say, names))
     for table in tables:
         console.print(table, "", sep="\n")
 

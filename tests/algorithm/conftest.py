@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,21 @@ class Tamper:
 
     def loss(self, agent: ActorCritic, output: PolicyOutput, batch: Batch) -> Tensor:  # noqa: ARG002
         return torch.zeros_like(batch.log_probs)
+
+
+@pytest.fixture(scope="session")
+def on_a_gpu() -> Callable[[pytest.MonkeyPatch], None]:
+    """Lets all that looks at values, where that is free, take the branch that it takes on a GPU."""
+    return _answer_as_on_a_gpu
+
+
+def _answer_as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__name__", "")
+        if name.startswith("tailguard.") and name != "tailguard.device_ops":
+            for function, answer in (("may_hold_any", True), ("readable", False)):
+                if hasattr(module, function):
+                    patch.setattr(module, function, lambda values, answer=answer: answer)  # noqa: ARG005
 
 
 @pytest.fixture(scope="session")

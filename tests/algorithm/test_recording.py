@@ -141,10 +141,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_recorded_iteration_needs_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("tailguard.") and hasattr(module, "may_hold_any"):
-            monkeypatch.setattr(module, "may_hold_any", lambda flags: True)  # noqa: ARG005
+def test_a_recorded_iteration_needs_nothing_from_the_host(
+    name: str, on_a_gpu: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu(monkeypatch)
     learner, options = CASES[name]
     agent = build(learner, **dict(options))
     runtime = RecordedOnHost.take_over(agent.runtime)
@@ -156,11 +156,11 @@ def test_a_recorded_iteration_needs_nothing_from_the_host(name: str, monkeypatch
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "attacked" not in name])
-def test_an_iteration_of_members_needs_nothing_from_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_iteration_of_members_needs_nothing_from_the_host(
+    name: str, on_a_gpu: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is recorded as a whole, with the draws of every member."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("tailguard.") and hasattr(module, "may_hold_any"):
-            monkeypatch.setattr(module, "may_hold_any", lambda flags: True)  # noqa: ARG005
+    on_a_gpu(monkeypatch)
     learner, options = CASES[name]
     members = MemberLearners([build(learner, **copy.deepcopy(options)) for _ in range(2)])
     for _ in range(3):

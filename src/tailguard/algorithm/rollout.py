@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tailguard.device_ops import may_hold_any
+from tailguard.device_ops import may_hold_any, readable
 from tailguard.envs.protocol import FunctionalEnv, Step, VectorEnv
 from tailguard.member_axis import is_logical
 from tailguard.models.memory import MemoryState
 from tailguard.models.policy import ActorCritic, PolicyState
+from tailguard.models.policy_row import RowPolicy
 
 MEASURED = ("pnl", "drawdown", "net")
 """Outcomes of a step that a risk budget may be made of."""
@@ -120,7 +122,7 @@ layer) and raw action, [N, ...] each."""
 
 
 def act(
-    policy: ActorCritic,
+    policy: RowPolicy,
     scale: ObservationScale,
     obs: Tensor,
     start: Tensor,
@@ -148,7 +150,7 @@ def act(
 
 
 def act_and_step(
-    policy: ActorCritic,
+    policy: RowPolicy,
     env: FunctionalEnv,
     scale: ObservationScale,
     obs: Tensor,
@@ -168,6 +170,10 @@ def act_and_step(
 
 def finite_memory(state: PolicyState, device: torch.device) -> tuple[PolicyState, Tensor]:
     """The recurrent states, cleared for environments where they are not finite, and which these are, [N] or [] bool."""
+    parts = [part for trunk in state for part in trunk]
+    # A sum is finite only if every part of it is. On a CPU that may be asked for, and is always so.
+    if parts and all(readable(part) and math.isfinite(float(part.detach().sum())) for part in parts):
+        return state, torch.zeros((), dtype=torch.bool)
     # Made on the device: a copy from the host cannot be recorded in a CUDA graph.
     trunks, broken = [], torch.zeros((), dtype=torch.bool, device=device)
     for trunk in state:
@@ -221,6 +227,8 @@ def collect(
     final_rows: list[int] = []
     final_obs: list[Tensor] = []
     drawn = None if noise is None else noise.unbind()
+    # A compiler follows the modules themselves.
+    acting = policy.for_window(obs, memory) if whole_step is act_and_step else policy
     for t in range(n_steps):
         noise = head.draw((env.num_envs,), generator) if drawn is None else drawn[t]
         if observe is not None:
@@ -233,10 +241,10 @@ def collect(
             # inputs.
             env_noise = functional.draw()
             acted, memory, functional.state, step = whole_step(
-                policy, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
+                acting, env, scale, seen, start, memory, noise, functional.state, env_noise, mask, deterministic
             )
         else:
-            acted, memory = act(policy, scale, seen, start, memory, noise, mask, deterministic)
+            acted, memory = act(acting, scale, seen, start, memory, noise, mask, deterministic)
             step = env.step(head.to_env(acted[2]))
         scaled, dist_params, action = acted
         row = (obs, scaled, start, action, dist_params, step.reward, step.terminated, step.truncated, step.valid)

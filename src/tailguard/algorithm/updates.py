@@ -162,7 +162,7 @@ class Updates(ABC):
             # Before the clip: the noise of the gradient is that of the batch, not of what the clip leaves of it.
             self.context.scaler.update_statistics()
         if self.config.max_grad_norm > 0:
-            nn.utils.clip_grads_with_norm_(self.context.policy.parameters(), self.config.max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.gradient_norms.parameters, self.config.max_grad_norm, norm)
         if self.context.scaler is None:
             self.context.optimizer.step()
         else:

@@ -35,6 +35,7 @@ from tailguard.envs.prepared_market import MappedBars, PreparedMarket, RowRanges
 from tailguard.envs.protocol import Box, Step
 from tailguard.envs.randomisation import Randomisation, Variation, draw_variation
 from tailguard.envs.shield import Shield
+from tailguard.envs.traded_bar import trade_bar
 from tailguard.envs.volatility import VolatilityScaling, volatility_factors
 from tailguard.errors import ConfigError
 from tailguard.market import MarketConfig, MarketState, build_market, open_accounts
@@ -301,33 +302,34 @@ class TradingEnv:
         target, shielded = task.decide(action, before)
         if self.randomisation is not None:
             hold = (Variation(*drawn).missed > 0).unsqueeze(1).expand_as(target)
-        after, transition = task.advance(before, target, hold)
-        terminated = transition.liquidated
-        truncated = (after.age >= task.episode_length) & ~terminated
-        ended = terminated | truncated
+        bar = trade_bar(task, before, target, hold)
+        after, transition = bar.after, bar.transition
+        terminated, truncated = transition.liquidated, after.age >= task.episode_length
+        ended = truncated
+        if bar.liquidates:
+            truncated = truncated & ~terminated
+            ended = terminated | truncated
+        final_obs = bar.observation
         if self.randomisation is not None:
             after = _jumped(after, Variation(*drawn).jump.masked_fill(ended, -1))
-        account = task.account(after)
-        pnl, drawdown, _ = account
-        final_obs = task.observe(after, account)
+            final_obs = task.observe(after)
         outcome = {
-            "pnl": pnl.float(),
+            "pnl": bar.gain.float(),
             "net": transition.net.float(),
-            "drawdown": drawdown.float(),
+            "drawdown": bar.drawdown.float(),
             "turnover": transition.turnover,
             "unfilled": transition.unfilled,
             "liquidated": transition.liquidated,
-            "finite": transition.net.isfinite(),
+            "finite": bar.finite,
             "weights": after.market.weights,
             "shielded": shielded,
             **transition.costs,
         }
-        reward = task.reward_of(transition, before)
         obs = final_obs
         if may_hold_any(ended):
             after = where(ended, self._fresh_episodes(drawn), after)
             obs = task.observe(after)
-        return after, Step(obs, reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
+        return after, Step(obs, bar.reward, terminated, truncated, final_obs, torch.ones_like(terminated), outcome)
 
     def restrict_starts(self, rows: Tensor) -> None:
         """Let episodes start only at these rows [S]; with randomised feeds, rows of the clean bars."""

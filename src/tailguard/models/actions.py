@@ -198,6 +198,7 @@ class GaussianHead(ActionHead):
         self.register_buffer("high", box.high.to(torch.get_default_dtype()), persistent=False)
         self.register_buffer("_centre", 0.5 * (self.high + self.low), persistent=False)
         self.register_buffer("_half_width", 0.5 * (self.high - self.low), persistent=False)
+        self._is_unit_box = bool((self.low == -1).all()) and bool((self.high == 1).all())
         self.register_buffer("exploration", torch.zeros(()), persistent=False)
 
     def dist_params_of(self, output: Tensor) -> Tensor:
@@ -252,6 +253,8 @@ class GaussianHead(ActionHead):
         return gaussian_kl(*old.chunk(2, dim=-1), *new.chunk(2, dim=-1)).sum(-1)
 
     def to_env(self, raw: Tensor) -> Tensor:
+        if self.squash and self._is_unit_box:
+            return torch.tanh(raw)  # neither scaled nor rounded beyond a bound
         if self.squash and raw.requires_grad and not is_logical(raw):
             box = self._centre, self._half_width, self.low, self.high
             squashed: Tensor = _Squashed.apply(raw, *box)  # type: ignore[no-untyped-call]

@@ -135,12 +135,12 @@ class LSTMMemory(Memory):
 
     def step(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         if torch.is_grad_enabled():
-            return self._by_cells(x, _clear(state, episode_start) if len(state) == 2 else state)
+            return self._by_cells(x, clear(state, episode_start) if len(state) == 2 else state)
         state = state[:2]
         if not _can_fuse(x):
             y, state = self._by_layers(x.unsqueeze(0), state, episode_start.unsqueeze(0))
             return y.squeeze(0), state
-        before_h, before_c = state = _clear(state, episode_start)
+        before_h, before_c = state = clear(state, episode_start)
         if x.shape[0] >= FUSED_STEP_SIZE:
             y, state = self._fused(x.unsqueeze(0), state)
             return y.squeeze(0), state
@@ -154,7 +154,7 @@ class LSTMMemory(Memory):
     @torch.no_grad()
     def given(self, state: MemoryState, episode_start: Tensor) -> MemoryState:
         """The state, cleared, and what it and the biases give each gate, [L, N, 4H]: half of a step's work."""
-        h, c = _clear(state, episode_start)
+        h, c = clear(state, episode_start)
         weights = zip(self._weights(), h, strict=True)
         return h, c, torch.stack([F.linear(own, w_hh, b_ih + b_hh) for (_, w_hh, b_ih, b_hh), own in weights])
 
@@ -179,7 +179,7 @@ class LSTMMemory(Memory):
             return self._by_layers(x, state, episode_start)
         if inner_resets is None:
             return self._by_chunks(x, state, episode_start)
-        return self._fused(x, _clear(state, episode_start[0]))
+        return self._fused(x, clear(state, episode_start[0]))
 
     def every_state(self, x: Tensor, state: MemoryState, episode_start: Tensor) -> tuple[Tensor, MemoryState]:
         hidden, cells = self._layers(x, state, episode_start)
@@ -207,7 +207,7 @@ class LSTMMemory(Memory):
             return self._by_layers(x, state, episode_start)
         outputs = []
         for first, end in pairwise([0, *starts, x.shape[0]]):
-            y, state = self._fused(x[first:end], _clear(state, episode_start[first]))
+            y, state = self._fused(x[first:end], clear(state, episode_start[first]))
             outputs.append(y)
         return torch.cat(outputs), state
 
@@ -250,8 +250,11 @@ def _of_layers(layers: list[Tensor]) -> Tensor:
     return layers[0].unsqueeze(0) if len(layers) == 1 else torch.stack(layers)
 
 
-def _clear(state: MemoryState, episode_start: Tensor) -> MemoryState:
-    """Zeros for the environments that start. Filling, not multiplying: a NaN must not outlive its episode."""
+def clear(state: MemoryState, episode_start: Tensor) -> MemoryState:
+    """The state, with zeros for the environments that start.
+
+    Filling, not multiplying: a NaN must not outlive its episode.
+    """
     if not may_hold_any(episode_start):
         return state
     return tuple(part.masked_fill(episode_start[:, None], 0.0) for part in state)

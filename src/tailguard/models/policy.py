@@ -19,6 +19,7 @@ from tailguard.models.asset_trunk import AssetTrunk
 from tailguard.models.critics import CRITICS, Critic, DistributionalCritic, Projection, ScalarCritic
 from tailguard.models.encoder import Activation
 from tailguard.models.memory import MemoryState
+from tailguard.models.policy_row import PolicyRows, RowPolicy, takes_rows
 from tailguard.models.precision import Precision, full_precision
 from tailguard.models.trunk import Trunk
 from tailguard.validate import check_choice, check_count, check_range, check_registered
@@ -249,6 +250,11 @@ class ActorCritic(nn.Module):
         """As `act`, with the output of the action head's layer, of which its methods make mode and parameters."""
         features, state = self._trunk(0).step(obs, state, episode_start, mask)
         return self.action_head.output_of(features), state
+
+    def for_window(self, obs: Tensor, state: MemoryState) -> RowPolicy:
+        """The policy for the rows of one window, from this observation on; with a gradient it takes a shorter way."""
+        trunk = self._trunk(0)
+        return PolicyRows(trunk, self.action_head) if takes_rows(trunk, obs, state) else self
 
     def act_sequence(self, obs: Tensor, state: PolicyState, episode_start: Tensor) -> Tensor:
         """T rows for the actor alone: obs [T, N, O] -> parameters of the action distribution, [T, N, P]."""

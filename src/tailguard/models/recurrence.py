@@ -7,8 +7,9 @@ recurrent weights, and outside, one for the input weights and one for the inputs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -118,6 +119,45 @@ def cell_step(gates: Tensor, weight: Tensor, h: Tensor, c: Tensor) -> tuple[Tens
     return output
 
 
+class CellTrace(NamedTuple):
+    """What the backward pass of a cell needs, [N, H] each: its gates, and the tanh of the cell after the row."""
+
+    i: Tensor
+    f: Tensor
+    g: Tensor
+    o: Tensor
+    shown: Tensor
+
+
+def cell_values(
+    gates: Tensor, c: Tensor, tanh: Callable[[Tensor], Tensor] = torch.tanh
+) -> tuple[Tensor, Tensor, CellTrace]:
+    """Hidden state and cell after a row from the gates before their non-linearities, [N, 4H], and the cell before."""
+    i, f, g, o = gates.chunk(4, dim=-1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), tanh(g), o.sigmoid()
+    after = f * c + i * g
+    shown = tanh(after)
+    return o * shown, after, CellTrace(i, f, g, o, shown)
+
+
+def cell_slopes(grad_h: Tensor, grad_c: Tensor | None, c: Tensor, trace: CellTrace) -> tuple[Tensor, Tensor]:
+    """Slopes in the gates before their non-linearities, [N, 4H], and in the cell before the row, [N, H].
+
+    grad_h, grad_c: slopes in the hidden state and in the cell after the row; None: 0.
+    """
+    i, f, g, o, shown = trace
+    through_sigmoid, through_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+    through_output = through_tanh(grad_h * o, shown)
+    grad_c = through_output if grad_c is None else grad_c + through_output
+    parts = (
+        through_sigmoid(grad_c * g, i),
+        through_sigmoid(grad_c * c, f),
+        through_tanh(grad_c * i, g),
+        through_sigmoid(grad_h * shown, o),
+    )
+    return torch.cat(parts, dim=-1), grad_c * f
+
+
 class _CellStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,31 +166,20 @@ class _CellStep(torch.autograd.Function):
         if h.shape[-1] > 0:
             add_product = torch.addmm if weight.dim() == 2 else torch.baddbmm
             sums = add_product(gates, h.to(gates.dtype), weight.to(gates.dtype).mT)
-        i, f, g, o = sums.to(c.dtype).chunk(4, dim=-1)
-        i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-        after = f * c + i * g
-        shown = after.tanh()
-        ctx.save_for_backward(weight, h, c, i, f, g, o, shown)
+        shown, after, trace = cell_values(sums.to(c.dtype), c)
+        ctx.save_for_backward(weight, h, c, *trace)
         ctx.dtype = gates.dtype
-        return (o * shown).to(gates.dtype), after
+        return shown.to(gates.dtype), after
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, h, c, i, f, g, o, shown = ctx.saved_tensors
+        weight, h, c, *trace = ctx.saved_tensors
         _, wants_weight, wants_h, _ = ctx.needs_input_grad
-        through_sigmoid, through_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
-        grad_h = gradients[0].to(c.dtype)
-        grad_c = gradients[1] + through_tanh(grad_h * o, shown)
-        parts = (
-            through_sigmoid(grad_c * g, i),
-            through_sigmoid(grad_c * c, f),
-            through_tanh(grad_c * i, g),
-            through_sigmoid(grad_h * shown, o),
-        )
-        narrow = torch.cat(parts, dim=-1).to(ctx.dtype)
+        of_gates, of_c = cell_slopes(gradients[0].to(c.dtype), gradients[1], c, CellTrace(*trace))
+        narrow = of_gates.to(ctx.dtype)
         to_weight = (narrow.mT @ h.to(ctx.dtype)).to(weight.dtype) if wants_weight else None
         to_h = (narrow @ weight.to(ctx.dtype)).to(h.dtype) if wants_h else None
-        return narrow, to_weight, to_h, grad_c * f
+        return narrow, to_weight, to_h, of_c
 
 
 def _forward(
