@@ -180,8 +180,13 @@ def broken_limits_are_said(subject: Subject) -> Measurement:
         found.append(at_most(f"updates under a tail of 3.3 times the limit until λ at its cap is said, gains of {name}",
                              updates, 200, alarm))  # fmt: skip
         of_run = math.ceil(config.training.total_timesteps / steps)
-        updates, alarm = updates_until_alarm(gains, subject.seed, of_run, ["limit_broken", "risk_infeasible"])
-        found.append(at_most(f"share of the updates of a default run under such a tail until an alarm, {name}",
+        # The median: in one run of sixteen updates a single mild one moves the alarm.
+        waited = sorted(
+            updates_until_alarm(gains, 5 * subject.seed + draw, of_run, ["limit_broken", "risk_infeasible"])
+            for draw in range(5)
+        )
+        updates, alarm = waited[2]
+        found.append(at_most(f"share of a default run's updates under such a tail until an alarm, median of 5, {name}",
                              updates / of_run, 0.5, alarm))  # fmt: skip
     # A learner whose limit no position keeps: the sentence at the end of its training.
     env = TradingEnv(subject.bars, num_envs=24, episode_length=12, stagger=4, seed=subject.seed)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tailguard.audit.promises_trading import EPISODE, WARM_UP, calibrated_agent
+from tailguard.audit.promises_trading import EPISODE, losing_agent
 from tailguard.audit.registry import Measurement, at_most, none_of, register_check, within, worst
 from tailguard.audit.subject import Subject
-from tailguard.data.synthetic import make_market
-from tailguard.evaluate.backtest import backtest
 from tailguard.risk.throttle import Throttle
 
 LIMIT, ALPHA, WINDOWS, WORST = 0.04, 0.05, 400, 0.6
@@ -99,9 +97,7 @@ def throttle_bounds_the_tail(subject: Subject) -> Measurement:
 
 def _beside_by_hand(seed: int, limit: float) -> tuple[float, float]:
     """Largest gap of a backtest's throttle to the one by hand, and the share of bars in which it acts."""
-    agent = calibrated_agent(seed, limit)
-    bars = make_market(WARM_UP + 200, seed=seed + 1).bars
-    traded = backtest(agent, bars, progress_bar=False, warn_in_sample=False)
+    agent, _, traded = losing_agent(seed, limit, length=200)
     assert agent.calibration is not None
     assert traded.throttle is not None  # the agent has one
     by_hand, factor, gap = ByHand(-limit, agent.calibration.alpha), 1.0, 0.0

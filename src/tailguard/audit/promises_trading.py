@@ -46,7 +46,7 @@ LOOSE = GuardConfig(
 """Guards that never act: the decisions themselves are compared."""
 WARM_UP = 176
 """Bars before the first decision: features, and volatility of a week, are defined by then."""
-EPISODE = 16
+EPISODE, TRIES = 16, 8
 OWN_BARS = 48
 """Last bars of a run's test part on which its session is compared with its backtest."""
 
@@ -65,6 +65,21 @@ def calibrated_agent(seed: int, limit: float = -0.001) -> Ensemble:
     with torch.no_grad():
         member.policy.action_head.linear.weight.mul_(1000)
     return Ensemble([member], Exposure(0.8, limit, 0.05, 0.9, -0.01, limit, limit, 5.0), throttled=True)
+
+
+def losing_agent(seed: int, limit: float = -0.001, length: int = 100) -> tuple[Ensemble, Bars, BacktestResult]:
+    """An agent whose throttle acts on these bars, and its backtest of so many: one that earns has nothing to throttle.
+
+    The first such one from the seed on; where the throttle never acts, the last one that was tried.
+    """
+    for number in range(TRIES):
+        agent = calibrated_agent(seed + 1_000 * number, limit)
+        bars = make_market(WARM_UP + length, seed=seed + 1_000 * number + 1).bars
+        begin = datetime.fromtimestamp(int(bars.frame["time"].dt.epoch("ms")[WARM_UP]) / 1000, UTC)
+        traded = backtest(agent, replace(bars, first=begin), progress_bar=False, warn_in_sample=False)
+        if traded.throttle is not None and traded.throttle[: 3 * length // 4].min() < 1:
+            break
+    return agent, bars, traded
 
 
 def shadow_decisions(
@@ -105,10 +120,8 @@ def paper_decisions(agent: Ensemble, bars: Bars, first_row: int, folder: Path) -
     reads_run=True,
 )
 def decisions_are_the_same_everywhere(subject: Subject) -> Measurement:
-    agent = calibrated_agent(subject.seed)
-    bars = make_market(WARM_UP + 100, seed=subject.seed + 1).bars
+    agent, bars, expected = losing_agent(subject.seed)
     first_ms = int(bars.frame["time"].dt.epoch("ms")[WARM_UP])
-    expected = backtest(agent, replace(bars, first=datetime.fromtimestamp(first_ms / 1000, UTC)), progress_bar=False)
     assert expected.throttle is not None  # the agent has one
     found = []
     with tempfile.TemporaryDirectory() as place:
