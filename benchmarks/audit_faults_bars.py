@@ -14,16 +14,16 @@ from torch import Tensor
 
 @fault("T4", "an episode that starts clears the memory of all environments")
 def _(inject: Injection) -> None:
-    from tailguard.models.memory import _clear
+    from tailguard.models.memory import clear
 
-    inject.function(_clear, lambda state, start: _clear(state, start | start.any()))
+    inject.function(clear, lambda state, start: clear(state, start | start.any()))
 
 
 @fault("T4", "an episode that starts keeps the memory of the one before")
 def _(inject: Injection) -> None:
-    from tailguard.models.memory import _clear
+    from tailguard.models.memory import clear
 
-    inject.function(_clear, lambda state, start: state)  # noqa: ARG005
+    inject.function(clear, lambda state, start: state)  # noqa: ARG005
 
 
 @fault("T4", "the critics' memory is not carried to the next rollout")

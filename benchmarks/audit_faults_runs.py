@@ -102,6 +102,25 @@ def _(inject: Injection) -> None:
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
+@fault("R3", "the slopes of a bar in NumPy are a hundredth too small")
+def _(inject: Injection) -> None:
+    from tailguard.market.host_step import slopes_before
+
+    inject.function(slopes_before, lambda *given: tuple(0.99 * each for each in slopes_before(*given)))
+
+
+@fault("R3", "of a window's rows only the first one moves the weights")
+def _(inject: Injection) -> None:
+    from tailguard.models.policy_row import _Layers
+
+    def last_alone(self: Any, slopes: Any) -> None:
+        self.sums = None
+        add(self, slopes)
+
+    add = _Layers.add
+    inject.method(_Layers, "add", last_alone)
+
+
 @fault("R4", "minibatches are not shuffled in tests")
 def _(inject: Injection) -> None:
     from tailguard.device_ops import shuffled
@@ -118,8 +137,10 @@ def _(inject: Injection) -> None:
 
 @fault("E2", "costs are a thousandth higher than when the run was recorded")
 def _(inject: Injection) -> None:
+    from tailguard.market import host_step
     from tailguard.market.costs import charge
 
+    inject.method(host_step, "MOST_NUMBERS", 0)
     inject.function(charge, lambda *given: {kind: 1.001 * cost for kind, cost in charge(*given).items()})
 
 

@@ -19,6 +19,7 @@ import torch
 
 from tailguard.algorithm.learner import Learner
 from tailguard.algorithm.saving import PARTS, capture, load_agent
+from tailguard.audit.fast_paths import fast_path_gaps
 from tailguard.audit.in_force import digest_of
 from tailguard.audit.promises import COSTS, FREE, random_panel
 from tailguard.audit.registry import Measurement, at_most, none_of, not_applicable, register_check, worst
@@ -301,7 +302,7 @@ def same_seed_same_run(subject: Subject) -> Measurement:
         at_most("gap of an account in plain numbers to the simulator's, all costs", serial_gap(subject.seed), 1e-9),
     ]
     recorded = _graph_gap(subject)
-    return worst(found + ([recorded] if recorded.applies else []))
+    return worst([*found, *fast_path_gaps(subject), *([recorded] if recorded.applies else [])])
 
 
 # --- tests -----------------------------------------------------------------------------------------------------------
