@@ -34,20 +34,28 @@ class Workers:
         check_count("jobs", jobs)
         self.jobs, self.plugins = jobs, tuple(plugins)
         self._pool: ProcessPoolExecutor | None = None
+        self._leash: Connection | None = None
 
     def __enter__(self) -> Self:
         if self.jobs > 1:
             # A forked process may inherit locks that a thread of Polars or PyTorch holds.
             spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self.jobs, spawn, initializer=_begin, initargs=(self.plugins,))
+            theirs, self._leash = spawn.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(self.jobs, spawn, initializer=_begin, initargs=(self.plugins, theirs))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._leash is not None and kind is not None:
+            # Nobody wants what is under way; and a pool that broke while a process was started forgets to end that one,
+            # and would wait for it forever.
+            self._leash.close()
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        self._pool = None
+        if self._leash is not None:
+            self._leash.close()
+        self._pool = self._leash = None
 
     def map(self, doing: str, do: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
         """The results of all tasks. `doing`: what they do, for the message if a process dies."""
@@ -86,8 +94,8 @@ def _single_threaded() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _begin(plugins: Sequence[str]) -> None:
-    end_with_parent()
+def _begin(plugins: Sequence[str], leash: Connection) -> None:
+    end_with_parent(leash)
     load_plugins(plugins)
 
 
